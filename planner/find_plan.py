@@ -17,12 +17,12 @@ from . import ops as default_rules
 from .costs.basis import DEFAULT, Basis, CostQueries, uses_of
 from .costs.prices import Rules
 from .errors import AutoparallelError, InfeasibleError, InternalError, TimeLimitError, UsageError
-from .evaluate.evaluate import evaluate, with_sources
+from .evaluate.evaluate import evaluate, with_sources, with_tiles
 from .evaluate.gradient_choice import with_sums
 from .evaluate.server_offers import repriced, with_offered_servers
 from .graph.graph import Blocks, Graph
 from .inter_op.heterogeneous import HostOrder, in_given_ranks, over_orders
-from .plan import Plan, SolverInfo
+from .plan import Plan, SolverInfo, StagePlan, StagePrediction
 from .proposers.interleaved import interleaved, is_alike
 from .proposers.local_search import local_search
 from .proposers.pipelines import dynamic_program, parallel_branches, placed_pipelines
@@ -121,6 +121,7 @@ def plan(
     check_forced_servers(request.forced, cluster)
     check_forced_schedule(request, len(blocks.blocks))
     request = with_limits_of_schedule(request)
+    basis = basis if request.features.allows("tiles") else basis.without_tiles
     method = replace(method, tables=method.tables or SharedTables())
     served = partial(_served, graph, blocks, cluster, rules=rules, basis=basis, method=method)
     if request.forced.servers is not None:
@@ -132,8 +133,8 @@ def plan(
         found = searched(request)
     except InfeasibleError as failure:
         found = _offloaded(cluster, request, failure, searched)
-    best = found.best_plan()
-    check_prediction(best, graph, blocks, rules=rules, basis=replace(basis, asked=None))
+    best = with_tiles(found.best_plan(), graph, blocks, rules=rules, basis=basis)
+    best = check_prediction(best, graph, blocks, rules=rules, basis=replace(basis, asked=None))
     best = with_sums(best, graph, blocks, request.forced, rules=rules, basis=basis)
     best = with_sources(best, graph, blocks, basis=basis, rules=rules)
     check_asynchronous(best, graph, blocks)
@@ -350,8 +351,10 @@ class SearchResult:
 
 def check_prediction(
     plan: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis
-) -> None:
-    """Raise InternalError AP999 if ``evaluate`` does not reproduce the plan's seconds and bytes."""
+) -> Plan:
+    """Return the plan with the seconds of its exchanges beside compute, which the search does not
+    tell apart. Raise InternalError AP999 if ``evaluate`` does not reproduce the plan's seconds and
+    bytes."""
     found = evaluate(graph, blocks, plan, plan.cluster, rules=rules, basis=basis)
     pairs = {
         "seconds of a step": (plan.prediction.step_seconds, found.step_seconds),
@@ -367,6 +370,15 @@ def check_prediction(
                 "prices is wrong",
                 fix="report it with the model, the cluster and the options",
             )
+    return replace(plan, stages=tuple(map(_with_hidden, plan.stages, found.stages)))
+
+
+def _with_hidden(stage: StagePlan, evaluated: StagePrediction) -> StagePlan:
+    hidden = evaluated.seconds.get("hidden_exchanges")
+    if hidden is None:
+        return stage
+    seconds = {**stage.prediction.seconds, "hidden_exchanges": hidden}
+    return replace(stage, prediction=replace(stage.prediction, seconds=seconds))
 
 
 def _ended_early(by: str) -> TimeLimitError:

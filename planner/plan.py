@@ -13,7 +13,7 @@ from ..cost_model.cluster.tf32 import has_tf32
 from ..cost_model.ops.memory import GradientDtype, StateOptions
 from ..cost_model.simulator.consistency import Consistency
 from .graph.graph import Blocks
-from .graph.layout import INVARIANT, SENT, Layout, Mesh, NodeLayout
+from .graph.layout import INVARIANT, SLICED, Layout, Mesh, NodeLayout, sent_axes
 
 SCHEMA = 6
 OMITTED = {"omitted": True}
@@ -85,6 +85,34 @@ class GradientSum:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedExpert:
+    """An expert that other ranks than its owner compute: ``ranks``, numbered along the axes that
+    spread experts, each compute an equal share of its tokens."""
+
+    expert: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """Placement of the experts of a layer, by node name. ``counts``: measured tokens of each
+    expert; ``busiest``: tokens of the busiest rank / the mean if each expert were computed by its
+    owner; ``placed``: as placed. ``copies``: most experts that a rank computes for others."""
+
+    layer: str
+    counts: tuple[int, ...]
+    copies: int
+    busiest: float
+    placed: float
+    experts: tuple[PlacedExpert, ...]
+
+    @property
+    def pairs(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Return each placed expert with its ranks."""
+        return tuple((each.expert, each.ranks) for each in self.experts)
+
+
+@dataclass(frozen=True, slots=True)
 class StagePlan:
     """A stage: consecutive blocks on a mesh of devices, with all its decisions.
 
@@ -94,6 +122,7 @@ class StagePlan:
     parameters have their own names. ``shares``: rows of a micro-batch at each index along
     mesh axis 0; () for an even split. ``gradient_sums``: all-reduces of a stage that shards no
     states, in the order in which they start; with () the runtime sums its buckets by the library.
+    ``placements``: of experts by measured loads, () without these.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -104,17 +133,24 @@ class StagePlan:
     prediction: StagePrediction
     shares: tuple[int, ...] = ()
     gradient_sums: tuple[GradientSum, ...] = ()
+    placements: tuple[ExpertPlacement, ...] = field(default=(), metadata=OMITTED)
 
     @property
     def expert_axes(self) -> tuple[int, ...]:
         """Return the mesh axes over which experts are spread."""
-        sent = {axis for each in self.layouts.values() for axis in _sent_axes(each)}
+        sent = {axis for each in self.layouts.values() for axis in sent_axes(each)}
         return tuple(a for a, name in enumerate(self.mesh.axes) if name == "ep" or a in sent)
 
     @property
     def expert_degree(self) -> int:
         """Return the number of ranks that hold different experts; 1 without experts."""
         return prod(self.mesh.shape[axis] for axis in self.expert_axes)
+
+    @property
+    def slice_degree(self) -> int:
+        """Return the number of ranks that hold slices of the same experts; 1 without slices."""
+        sliced = {axis for each in self.layouts.values() for axis in _axes_of(each, SLICED)}
+        return self.mesh.num_ranks([*sliced])
 
     @property
     def state_axes(self) -> tuple[tuple[int, ...], ...]:
@@ -140,12 +176,12 @@ def joint_axes(stages: Iterable[StagePlan]) -> tuple[tuple[int, ...], ...]:
     the same mesh: those of states, and those over which tokens are sent to experts."""
     found = set[tuple[int, ...]]()
     for stage in stages:
-        found.update(stage.state_axes, map(_sent_axes, stage.layouts.values()))
+        found.update(stage.state_axes, map(sent_axes, stage.layouts.values()))
     return tuple(sorted(axes for axes in found if len(axes) > 1))
 
 
-def _sent_axes(layout: NodeLayout) -> tuple[int, ...]:
-    return tuple(axis for axis, label in enumerate(layout.labels) if label == SENT)
+def _axes_of(layout: NodeLayout, label: str) -> tuple[int, ...]:
+    return tuple(axis for axis, own in enumerate(layout.labels) if own == label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +190,15 @@ class StagePrediction:
 
     ``seconds`` per micro-batch: forward, backward (recomputation included), compute, communication
     (not overlapped), states (gathering parameters, summing gradients), hidden_states (the
-    overlapped part of states), send (to later stages), receive, and for split backwards
-    weight_gradients (the part that can wait). Per step: parameter_gather, gradient_sync,
-    exposed_sync (the part of both that lengthens the step), slowed_share (fraction of compute lost
-    beside them), optimizer. ``memory_bytes``: parameters, gradients, optimizer, activations,
-    transient, buffers, reserve as the search prices them. In a finished plan they are the bytes of
-    its rank's peak, with master (the copy that the optimizer steps), gathered, inputs,
-    communication, communicators and fragmentation; its transient and recomputation bytes come from
-    running stages on fake tensors, and working has these bytes as the rules of ops predict them.
+    overlapped part of states), hidden_exchanges (of tokens with experts, beside compute, if any),
+    send (to later stages), receive, and for split backwards weight_gradients (the part that can
+    wait). Per step: parameter_gather, gradient_sync, exposed_sync (the part of both that lengthens
+    the step), slowed_share (fraction of compute lost beside them), optimizer. ``memory_bytes``:
+    parameters, gradients, optimizer, activations, transient, buffers, reserve as the search prices
+    them. In a finished plan they are the bytes of its rank's peak, with master (the copy that the
+    optimizer steps), gathered, inputs, communication, communicators and fragmentation; its
+    transient and recomputation bytes come from running stages on fake tensors, and working has
+    these bytes as the rules of ops predict them.
     """
 
     seconds: Mapping[str, float]
@@ -314,7 +351,8 @@ class Plan:
     sequence slices, if any. ``compiled``: blocks are priced, and run, compiled.
     ``gradient_order``: with "priority" a step's last gradient sums, and their updates, run beside
     the next step's forward. ``offload``: "optimizer" keeps masters and optimizer states in host
-    memory and steps on the host. ``servers`` is None without parameter servers.
+    memory and steps on the host. ``servers`` is None without parameter servers. ``tiles``: most
+    tiles in which full recomputation runs the last ops of a block; 1: it runs them whole.
     """
 
     model: ModelInfo
@@ -338,6 +376,7 @@ class Plan:
     offload: Offload = "none"
     schema: int = SCHEMA
     servers: ServerPlan | None = None
+    tiles: int = field(default=1, metadata=OMITTED)
 
     @property
     def states(self) -> StateOptions:

@@ -132,7 +132,7 @@ def encode(value: Any) -> Any:
         return {
             field.name: encode(item)
             for field, item in items
-            if field.name not in _omitted(type(value)) or item != field.default
+            if field.name not in omitted_fields(type(value)) or item != field.default
         }
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}
@@ -187,7 +187,7 @@ def _scalar(value: Any, kind: type, key: str) -> Any:
 
 
 @cache
-def _omitted(kind: Any) -> frozenset[str]:
+def omitted_fields(kind: Any) -> frozenset[str]:
     """Return the names of the fields that a file omits where they have their defaults."""
     return frozenset(
         field.name for field in fields(kind) if OMITTED.items() <= field.metadata.items()
@@ -204,7 +204,7 @@ def _decode_dataclass(value: Any, kind: Any, key: str) -> Any:
     hints = _types_of(kind)
     prefix = f"{key}." if key else ""
     for name in hints:
-        if name not in value and name not in _omitted(kind):
+        if name not in value and name not in omitted_fields(kind):
             raise _Damage("AP503", prefix + name, "this key is missing")
     for name in value:
         if name not in hints:

@@ -40,7 +40,7 @@ class RankSummary:
 
     ``num_full`` of its blocks are recomputed fully, ``num_selective`` selectively. ``shares``:
     samples of a micro-batch at each index along mesh axis 0, () if they are equal. ``ep`` ranks of
-    the mesh hold different experts.
+    the mesh hold different experts, ``etp`` ranks slices of the same experts.
     """
 
     mesh: Mesh
@@ -50,6 +50,7 @@ class RankSummary:
     num_selective: int = 0
     shares: tuple[int, ...] = ()
     ep: int = 1
+    etp: int = 1
 
 
 def plan_summary(plan: Plan) -> str:
@@ -91,6 +92,7 @@ def rank_summaries(plan: Plan) -> list[RankSummary]:
             num_selective=before.num_selective + modes.count("selective"),
             shares=stage.shares,
             ep=max(before.ep, stage.expert_degree),
+            etp=max(before.etp, stage.slice_degree),
         )
     return list(ranks.values())
 
@@ -150,29 +152,32 @@ def schedule_text(name: str, num_chunks: int = 1, num_slices: int = 0) -> str:
     return f"{SCHEDULE_TITLES.get(name, name)}{chunks}{slices}"
 
 
-def mesh_text(mesh: Mesh, ep: int = 1) -> str:
+def mesh_text(mesh: Mesh, ep: int = 1, etp: int = 1) -> str:
     """Format the degrees of a mesh that exceed 1; "dp" counts "ep" too, as both split the batch.
-    ``ep``: number of ranks that hold different experts, if other axes than "ep" spread them too.
+    ``ep``: number of ranks that hold different experts, if other axes than "ep" spread them too;
+    ``etp``: number of ranks that hold slices of the same experts.
 
     >>> mesh_text(Mesh(("dp", "tp"), (4, 2))), mesh_text(Mesh(("dp", "ep"), (2, 4)))
     ('dp=4 tp=2', 'dp=8 ep=4')
     >>> mesh_text(Mesh(("dp", "tp"), (4, 2)), ep=8)
     'dp=4 ep=8 tp=2'
+    >>> mesh_text(Mesh(("ep", "tp"), (4, 2)), etp=2)
+    'dp=4 ep=4 tp=2 etp=2'
     >>> mesh_text(Mesh(("dp", "tp"), (1, 1)))
     'one device'
     """
-    return _degrees(mesh, ep) or "one device"
+    return _degrees(mesh, ep, etp) or "one device"
 
 
-def _degrees(mesh: Mesh, ep: int) -> str:
+def _degrees(mesh: Mesh, ep: int, etp: int) -> str:
     sizes = dict(zip(mesh.axes, mesh.shape, strict=True))
     spread = {"dp": mesh.row_parts, "ep": max(ep, sizes.get("ep", 1))}
-    sizes = {**spread, **{axis: n for axis, n in sizes.items() if axis not in spread}}
+    sizes = {**spread, **{axis: n for axis, n in sizes.items() if axis not in spread}, "etp": etp}
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
 
 
 def _rank_text(rank: RankSummary, *, with_zero: bool) -> str:
-    degrees = _degrees(rank.mesh, rank.ep)
+    degrees = _degrees(rank.mesh, rank.ep, rank.etp)
     parts = [degrees or ("one device" if with_zero or rank.shares else "")]
     parts += [f"samples {rows_text(rank.shares)}"] if rank.shares else []
     parts += [f"ZeRO {rank.zero}"] if with_zero else []

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,7 @@ def target(model: str) -> Target:
 
     With dropout: a GPT that has it everywhere (``dropout``), or everywhere but on attention's
     weights (``dropped``), or one that sees later positions (``bidirectional``); Hugging Face GPT-2.
+    A mixture with shared experts (``shared``): Qwen2-MoE.
     """
     if model in ("gpt", "gpt-tied"):
         return load_target("examples/gpt.py", {**GPT, "tied": model == "gpt-tied"})
@@ -74,7 +76,10 @@ def target(model: str) -> Target:
         return load_target("tests/models/gpt_dropout.py", {"causal": False})
     if model == "dropped":
         return load_target("tests/models/gpt_dropout.py", {"in_attention": False})
-    return load_target(f"hf:tests/models/{model}", {})
+    if model == "shared":
+        return load_target("hf:tests/zoo/qwen2_moe", {})
+    folder = "models" if Path("tests/models", model).is_dir() else "zoo"
+    return load_target(f"hf:tests/{folder}/{model}", {})
 
 
 @cache

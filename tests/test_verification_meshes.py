@@ -23,6 +23,7 @@ from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.graph.layout import BALANCED, NodeLayout, balanced_axes, shard
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
+from autoparallel.planner.requests.request import Forced, folded_axes
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.verify.verify import Verification
 
@@ -47,6 +48,20 @@ FOUR = (
     ("mixtral", "ep=4,microbatches=2"),
     ("mixtral", "ep=2,tp=2"),
 )
+SLICED_FEW = (
+    ("mixtral", "dp=2,tp=2,ep=2,etp=2,zero=3,microbatches=2,recompute=full,sp"),
+    ("mixtral", "dp=2,tp=2,ep=1,etp=2,zero=2,sp"),
+    ("gpt_oss", "dp=2,tp=2,ep=2,etp=2,zero=1,sp"),
+    ("deepseek_v3", "tp=4,etp=4"),
+)
+SLICED_FOUR = (
+    ("mixtral", "dp=2,tp=2,ep=2,etp=2,recompute=selective"),
+    ("mixtral", "tp=2,ep=1,etp=2,pp=2,microbatches=2,schedule=zb-h1,sp"),
+    ("gpt_oss", "dp=2,tp=2,ep=2,etp=2,zero=3,microbatches=2,recompute=full,sp"),
+    ("gpt_oss", "tp=4,etp=4"),
+    ("deepseek_v3", "dp=2,tp=2,ep=2,etp=2,zero=3,sp"),
+    ("deepseek_v3", "dp=2,tp=2,ep=2,etp=2,zero=2,microbatches=2,recompute=selective"),
+)
 BALANCED_FEW = (("gpt", "cp=2"), ("llama", "cp=2,microbatches=2,recompute=selective"))
 BALANCED_FOUR = (
     ("gpt", "cp=4"),
@@ -60,32 +75,42 @@ EIGHT = (
     ("gpt-tied", "dp=2,cp=2,pp=2,zero=2,microbatches=4"),
     ("mixtral", "dp=4,ep=2,cp=2,zero=3"),
     ("mixtral", "dp=4,ep=2,pp=2,zero=2,microbatches=4,schedule=zb-h1"),
+    ("mixtral", "dp=4,ep=4,tp=2,etp=2,zero=1,sp"),
+    ("deepseek_v3", "dp=2,ep=4,cp=2,tp=2,etp=2,zero=3"),
 )
 
 
+def forced_of(parallel: str) -> Forced:
+    """The choices of ``--parallel``; "sp" splits values between products along sequences, too."""
+    text = parallel.removesuffix(",sp")
+    return replace(parse_parallel(text), sequence_parallel=True if text != parallel else None)
+
+
 def degrees(parallel: str) -> dict[str, int]:
-    forced = parse_parallel(parallel)
+    forced = forced_of(parallel)
     names = ("dp", "ep", "cp", "tp", "pp")
     return {name: size for name in names if (size := getattr(forced, name) or 1) > 1}
 
 
 def mesh_degrees(parallel: str) -> dict[str, int]:
     """The sizes of the axes: "dp" has the data-parallel ranks that share no experts."""
-    found = degrees(parallel)
+    found, etp = degrees(parallel), forced_of(parallel).etp
     if "dp" in found and "ep" in found:
-        found = {**found, "dp": found["dp"] // found["ep"]}
+        _, ep = folded_axes(*(found.get(name, 1) for name in ("ep", "dp", "tp", "cp")), etp)
+        found = {**found, "dp": found["dp"] // ep, "ep": ep}
     return {name: size for name, size in found.items() if size > 1}
 
 
 @cache
 def planned(model: str, parallel: str) -> Plan:
-    options = PlanOptions(global_batch=GLOBAL_BATCH, seq=SEQ, forced=parse_parallel(parallel))
+    options = PlanOptions(global_batch=GLOBAL_BATCH, seq=SEQ, forced=forced_of(parallel))
     asked = mesh_degrees(parallel)
     cluster = parse_cluster(f"cpu:{prod(asked.values())}")
     found = plan_program(captured(model, "fp32")[1], target(model), cluster, options)
     axes = {name: size for name, size in asked.items() if name != "pp"}
     for stage in found.stages:
         assert dict(zip(stage.mesh.axes, stage.mesh.shape, strict=True)) == axes
+        assert stage.slice_degree == (options.forced.etp or 1)
     return found
 
 
@@ -124,6 +149,17 @@ def results(
 @pytest.mark.parametrize("case", FEW, ids=" ".join)
 def test_positions_or_experts_split_beside_rows_equal_one_device(case: Case) -> None:
     check_verified(results(4, FEW)[case])
+
+
+@pytest.mark.parametrize("case", SLICED_FEW, ids=" ".join)
+def test_experts_split_by_width_equal_one_device(case: Case) -> None:
+    check_verified(results(4, SLICED_FEW)[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLICED_FOUR, ids=" ".join)
+def test_slices_of_experts_on_four_ranks_equal_one_device(case: Case) -> None:
+    check_verified(results(4, SLICED_FOUR)[case])
 
 
 @pytest.mark.slow

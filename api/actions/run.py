@@ -17,7 +17,13 @@ from autoparallel.options.parse import parse_settings
 from autoparallel.options.plan_options import PlanOptions, without_servers
 from autoparallel.options.progress import progress
 from autoparallel.options.results import others_on_stderr
-from autoparallel.options.run_options import HostOptions, RunOptions, Sources, checked_init
+from autoparallel.options.run_options import (
+    HostOptions,
+    RunOptions,
+    Sources,
+    absolute,
+    checked_init,
+)
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning.plan import find_cluster, what_servers_lack
 from autoparallel.planning.plan_files import load_plan, save_plan
@@ -77,6 +83,7 @@ def run(
     check_output_file(output)
     check_output_file(training.trace, "--trace")
     check_output_file(training.metrics, "--metrics")
+    check_output_file(training.count_routing, "--count-routing")
     check_output_folder(save, "--save")
     if sources.weights is not None:
         check_weights(sources.weights, resume)
@@ -110,6 +117,7 @@ def _limits(options: PlanOptions) -> dict[str, object]:
         "memory_limit_bytes": options.memory_limit_bytes,
         "profile": options.profile,
         "database": options.database,
+        "routing": absolute(options.routing),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,13 @@ from autoparallel.planner.requests.options import check_degrees, fix_of_split
 from autoparallel.planner.requests.request import Forced, check_schedule_name
 from autoparallel.planner.schedules.schedules import ScheduleInfo, find_schedule
 from autoparallel.planning.capture import capture_target, captured_seq
-from autoparallel.planning.plan import basis_for, find_cluster
+from autoparallel.planning.plan import (
+    basis_for,
+    find_cluster,
+    places_experts,
+    without_copies,
+)
+from autoparallel.planning.routing import loads_of
 from autoparallel.planning.tf32 import with_choice
 from autoparallel.report import Details, print_report
 from autoparallel.target.load import load_target
@@ -84,13 +91,19 @@ def simulate(
         program = capture_target(loaded, options, observe, cache.values)
         observe("simulate", 0, 1)
         basis = replace(basis_for(found, options, loaded), assumptions=trained.assumptions)
+        if options.routing is not None:
+            loads = loads_of(program, options.routing)
+            loads = loads if trained.name == "run" else loads.without_copies()
+            basis = replace(basis, assumptions=replace(trained.assumptions, loads=loads))
         seq = options.seq if options.seq is not None else captured_seq(program)
         model = ModelInfo(
             loaded.name, loaded.settings, "", 0, 0, seq, options.precision, options.optimizer
         )
-        priced, plan = simulated(
-            program, found, configuration, model, basis=basis, pins=options.pins
-        )
+        simulate_by = partial(simulated, program, found, configuration, model, pins=options.pins)
+        priced, plan = simulate_by(basis=basis)
+        if places_experts(plan):
+            alone = simulate_by(basis=without_copies(basis))
+            priced, plan = min((alone, (priced, plan)), key=lambda own: own[0].step_seconds)
         observe("simulate", 1, 1)
     show(priced, plan, trained, trace, is_json=json)
 

@@ -296,6 +296,7 @@ def _plan_again(
         tp=degrees.get("tp"),
         cp=degrees.get("cp"),
         ep=first.expert_degree if "ep" in degrees else None,
+        etp=first.slice_degree if first.slice_degree > 1 else None,
         zero=first.zero,
         schedule=plan.schedule or None,
         num_microbatches=plan.num_microbatches,

@@ -234,7 +234,9 @@ class _Explainer:
 
     def _on_mesh(self, name: str, index: int, mesh: Mesh) -> Alternative:
         limited = restriction(mesh, Forced())
-        stage = replace(self.plan.stages[index], mesh=mesh, shares=(), gradient_sums=())
+        stage = replace(
+            self.plan.stages[index], mesh=mesh, shares=(), gradient_sums=(), placements=()
+        )
         try:
             layouts = self.model.solved(index, stage, limited)
         except AutoparallelError as error:

@@ -289,7 +289,7 @@ def stage_rows(plan: Plan) -> list[StageRow]:
             "stage": index,
             "blocks": [block.name for block in stage.blocks],
             "ranks": list(stage.devices),
-            "mesh": mesh_text(stage.mesh, stage.expert_degree),
+            "mesh": mesh_text(stage.mesh, stage.expert_degree, stage.slice_degree),
             "zero": stage.zero,
             "recomputed": sum(block.recompute != "none" for block in stage.blocks),
             "forward_seconds": stage.prediction.seconds.get("forward", 0.0),

@@ -248,9 +248,9 @@ def load_plan_model(
 ) -> PlanModel:
     """Load and capture the model of a plan, to price the plan and its variants.
 
-    ``profile`` is the source of op times; None takes measured times if the plan did. Raises the
-    errors of ``check_trusted``, of loading and of capture, and PlanError AP550 if the model has
-    changed since the plan was made.
+    ``profile`` is the source of op times; None takes measured times if the plan did. A plan
+    by measured loads of experts is priced by them again. Raises the errors of ``check_trusted``, of
+    loading and of capture, and PlanError AP550 if the model has changed since the plan was made.
     """
     check_trusted(plan, plan_path, trust=trust)
     target = load_plan_target(plan, plan_path)
@@ -265,6 +265,7 @@ def load_plan_model(
         optimizer=plan.model.optimizer,
         profile=profile or ("auto" if was_measured else "analytic"),
         database=database,
+        routing=plan_path if any(stage.placements for stage in plan.stages) else None,
     )
     program = capture_target(target, options, observe, cache)
     check_model(program, plan)

@@ -10,9 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoparallel.options.words import held_text
-from autoparallel.planner.graph.layout import Layout, Mesh, NodeLayout, balanced_axes, split_axes
-from autoparallel.planner.plan import Plan, StagePlan, rows_text
+from autoparallel.options.words import held_text, seconds_text
+from autoparallel.planner.graph.layout import (
+    Layout,
+    Mesh,
+    NodeLayout,
+    balanced_axes,
+    is_halved,
+    sent_axes,
+    split_axes,
+)
+from autoparallel.planner.plan import ExpertPlacement, Plan, StagePlan, rows_text
 from autoparallel.planner.summary import mesh_text
 
 
@@ -140,7 +148,8 @@ def axis_lines(members: Sequence[StagePlan]) -> list[str]:
     """Return a line of text per mesh axis of stages on one mesh: the number of ops that it shards,
     and its purpose, both of the stage with the most ops.
 
-    Further lines say the samples per rank of stages with unequal shares.
+    Further lines say the samples per rank of stages with unequal shares, and the balance of experts
+    by measured loads.
     """
     counted: dict[str, StagePlan] = {}
     for stage in members:
@@ -155,7 +164,23 @@ def axis_lines(members: Sequence[StagePlan]) -> list[str]:
                 f"samples of a micro-batch by rank of {stage.mesh.axes[0]}, in proportion to "
                 f"speed: {rows_text(stage.shares)}"
             )
-    return lines
+    placements = [each for stage in members for each in stage.placements if each.busiest > 1]
+    return [*lines, placement_line(placements)] if placements else lines
+
+
+def placement_line(placements: Sequence[ExpertPlacement]) -> str:
+    """Describe the busiest rank of layers of experts by measured loads, and the placement of hot
+    experts."""
+    before, after = (
+        sum(getattr(each, name) for each in placements) / len(placements)
+        for name in ("busiest", "placed")
+    )
+    text = f"experts by measured loads: the busiest rank gets {after:.2f} times the mean"
+    num_experts = sum(len(each.experts) for each in placements)
+    if not num_experts:
+        return text
+    others = "expert is" if num_experts == 1 else "experts are"
+    return f"{text}, not {before:.2f}: {num_experts} {others} computed by other ranks (too)"
 
 
 def _ops(stage: StagePlan) -> list[NodeLayout]:
@@ -171,9 +196,18 @@ def _axis_line(stage: StagePlan, axis: str) -> str:
     reason = f": {AXIS_REASONS[axis]}" if axis in AXIS_REASONS and num_split else ""
     sums = f"; {num_sums} op{'' if num_sums == 1 else 's'} with partial sums" if num_sums else ""
     swaps = "; causal attention balanced by swapping queries" if is_balanced else ""
+    sends = _hidden_text(stage) if any(place in sent_axes(node) for node in ops) else ""
     states = f"; {ZERO_WORDS[stage.zero]}" if axis != "tp" and stage.zero else ""
     split = f"{axis}={stage.mesh.shape[place]} shards {num_split} of {len(ops)} ops"
-    return f"{split}{reason}{sums}{swaps}{states}"
+    return f"{split}{reason}{sums}{swaps}{sends}{states}"
+
+
+def _hidden_text(stage: StagePlan) -> str:
+    """Describe how long the stage's exchanges with experts run beside compute."""
+    hidden = stage.prediction.seconds.get("hidden_exchanges", 0.0)
+    halves = " in halves" if any(is_halved(node) for node in _ops(stage)) else ""
+    beside = f", {seconds_text(hidden)} of a micro-batch beside compute" if hidden else ""
+    return f"; tokens sent to experts{halves}{beside}" if halves or beside else ""
 
 
 def _makes_sum(node: NodeLayout, axis: int) -> bool:

@@ -2,16 +2,19 @@
 
 In: a type of numbers, texts, sequences, mappings, literals, unions, dataclasses and NamedTuples.
 Out: its schema, in which classes are ``$defs`` by their names, described by their docstrings. A
-field of a class that may be null may be missing.
+field of a class that may be null, or that plan files omit, may be missing.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from autoparallel.planner.plan_file import omitted_fields
 
 Schema = dict[str, Any]
 
@@ -44,7 +47,13 @@ def json_schema(kind: Any, known: Mapping[Any, Schema] = PLAIN) -> Schema:
             return {"anyOf": [schema_of(each) for each in inner]}
         if origin is None:
             hints = get_type_hints(kind)
-            always = [name for name, hint in hints.items() if NoneType not in get_args(hint)]
+            is_class = isinstance(kind, type) and is_dataclass(kind)
+            rare = omitted_fields(kind) if is_class else frozenset[str]()
+            always = [
+                name
+                for name, hint in hints.items()
+                if NoneType not in get_args(hint) and name not in rare
+            ]
             classes[kind.__name__] = {
                 "description": inspect.cleandoc(kind.__doc__ or "").replace("``", "`"),
                 "type": "object",

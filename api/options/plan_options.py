@@ -222,6 +222,11 @@ class PlanOptions:
         "layouts by elimination (exact tables; one integer program proves), or ilp for every stage",
         choices=Choices("AP330", get_args(IntraOpMethod)),
     )
+    routing: str | None = option(
+        None,
+        "price and place experts by the tokens that run --count-routing counted",
+        metavar="FILE",
+    )
     profile: Mode = option(
         "auto",
         "source of times: auto (measured where available), measured (all) or analytic",
@@ -292,6 +297,7 @@ class SearchOptions(TypedDict, total=False):
     search: str
     solver: str
     intra_op: IntraOpMethod
+    routing: str | None
     profile: Mode
     database: str | None
     measure_seconds: float | None

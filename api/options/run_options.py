@@ -55,6 +55,9 @@ class RunOptions:
         metavar="N",
     )
     trace: str | None = option(None, "where --trace-steps writes; trace.json", metavar="FILE")
+    count_routing: str | None = option(
+        None, "count the tokens of each expert, for --routing of a plan", metavar="FILE"
+    )
     check_first_step: bool | None = option(
         None,
         "compare the first step with the model alone: loss, norm of each gradient; default: where "
@@ -69,6 +72,7 @@ class RunOptions:
             metrics=absolute(self.metrics),
             tensorboard=absolute(self.tensorboard),
             trace=absolute(self.trace),
+            count_routing=absolute(self.count_routing),
         )
 
 

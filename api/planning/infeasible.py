@@ -156,7 +156,9 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
     plain = replace(request, microbatch_size=None)
 
     def without(name: str, text: str) -> Change:
-        return f"without {text}", cluster, replace(request, forced=replace(forced, **{name: None}))
+        names = (name, "etp") if name == "tp" else (name,)
+        free = replace(forced, **dict.fromkeys(names))
+        return f"without {text}", cluster, replace(request, forced=free)
 
     if request.microbatch_size is not None or forced.num_microbatches is not None:
         free = replace(plain, forced=replace(forced, num_microbatches=None))
@@ -170,7 +172,7 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
         yield without("zero", f"zero={forced.zero}")
     if forced.schedule is not None:
         yield without("schedule", f"schedule={forced.schedule}")
-    for name in ("dp", "tp", "pp", "cp", "ep"):
+    for name in ("dp", "tp", "pp", "cp", "ep", "etp"):
         if getattr(forced, name) is not None:
             yield without(name, f"{name}={getattr(forced, name)}")
     for pin in request.pins:

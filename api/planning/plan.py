@@ -36,6 +36,7 @@ from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.problem import SharedTables
 from autoparallel.planning.capture import captured_seq
 from autoparallel.planning.objectives import plan_for
+from autoparallel.planning.routing import loads_of
 from autoparallel.runtime.profile.ops import own_name
 from autoparallel.runtime.servers.server import served_optimizer
 from autoparallel.target.target import Target
@@ -90,21 +91,37 @@ def plan_program(
         options = without_servers(options)
     request = request_of(program, target, options)
 
-    def search() -> Plan:
-        return plan_for(
-            graph,
-            program.blocks,
-            cluster,
-            request,
-            observe=observe,
-            tables=tables,
-            basis=basis,
+    def plan_by(basis: Basis) -> Plan:
+        def search() -> Plan:
+            own = tables if basis.assumptions.loads is None else None
+            return plan_for(
+                graph, program.blocks, cluster, request, observe=observe, tables=own, basis=basis
+            )
+
+        return reuse_or_search(
+            cache, graph, program.blocks, cluster, request, basis=basis, search=search
         )
 
-    found = reuse_or_search(
-        cache, graph, program.blocks, cluster, request, basis=basis, search=search
-    )
+    found = plan_by(basis)
+    if places_experts(found):
+        found = min((plan_by(without_copies(basis)), found), key=step_seconds)
     return replace(stamped(found), compiled=bool(options.compiled))
+
+
+def places_experts(plan: Plan) -> bool:
+    """Return whether a plan has experts that other ranks than their owners compute."""
+    return any(each.experts for stage in plan.stages for each in stage.placements)
+
+
+def without_copies(basis: Basis) -> Basis:
+    """Return the same source of prices for plans in which each expert is computed by its owner."""
+    loads = basis.assumptions.loads
+    alone = None if loads is None else loads.without_copies()
+    return replace(basis, assumptions=replace(basis.assumptions, loads=alone))
+
+
+def step_seconds(plan: Plan) -> float:
+    return plan.prediction.step_seconds
 
 
 def priced(
@@ -114,7 +131,12 @@ def priced(
     wanted, else specifications)."""
     graph = priced_graph(program, compiled=options.compiled)
     basis = basis_for(cluster, options, target)
-    if not options.compiled:  # whole blocks are measured as they run eagerly
+    if options.routing is not None:
+        loads = loads_of(program, options.routing)
+        basis = replace(basis, assumptions=replace(basis.assumptions, loads=loads))
+    if options.compiled:
+        basis = basis.without_tiles
+    else:  # whole blocks are measured as they run eagerly
         basis = whole_blocks(graph, program.blocks, cluster, basis, precision=options.precision)
     return graph, basis
 
@@ -216,6 +238,7 @@ def what_servers_lack(options: RunOptions, asked: Mapping[str, Any]) -> list[str
         "clipping by norm or value": options.clip_norm or options.clip_value,
         "accumulation": options.accumulate > 1,
         "a loss scale": options.loss_scale is not None,
+        "--count-routing": options.count_routing is not None,
         "--on-nan": options.on_nan != "ignore",
         "--save": asked.get("saving") is not None,
         "--resume": asked.get("resume") is not None,

@@ -282,7 +282,7 @@ def _name(writer: Writer, node: fx.Node) -> str:
     source_node = node.meta.get(MADE_BY)
     family = _family(node).strip("_")
     if not isinstance(source_node, Node):
-        return family
+        return str(node.name) if family in writer.uses else family
     module = source_node.module.removeprefix(writer.path).strip(".")
     last = module.rpartition(".")[2]
     if module and (family == "split_embedding" or spec_named(family).is_weighted):

@@ -13,6 +13,7 @@ from torch import fx
 
 from autoparallel.passes.local.localize import MADE_BY
 from autoparallel.passes.ops.collectives import apply_steps, parse_steps
+from autoparallel.passes.ops.experts import Slices
 from autoparallel.passes.ops.local_loss import MEAN, cross_entropy, nll_loss
 from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
 from autoparallel.planner.graph.layout import Step
@@ -28,8 +29,12 @@ from autoparallel.script.expressions import (
 from autoparallel.script.parts import can_copy
 from autoparallel.script.writer import MOVES, Writer, unwritable
 
-NAMED_AXES = ("axes", "balanced", "row_axes", "sent")
+NAMED_AXES = ("axes", "balanced", "gathered", "row_axes", "sent")
 """Arguments of this package's functions that are mesh axes."""
+
+ONLY_HERE = ("counted", "placed")
+"""Options that change no result, and that scripts lack: counts of the tokens of experts, and copies
+of experts on other ranks."""
 
 
 def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
@@ -50,13 +55,21 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
     if not can_copy(function):
         raise unwritable(writer, node, f"{function.__name__} has no equal in plain PyTorch")
     writer.uses.add(function.__name__)
+    kwargs = {name: each for name, each in kwargs.items() if name not in ONLY_HERE}
     if "activation" in kwargs:
         kwargs = {**kwargs, "activation": _activation(writer, str(kwargs["activation"]))}
-    named = {
-        name: _axis_names(value, axes) if name in NAMED_AXES else value
-        for name, value in kwargs.items()
-    }
+    if "slices" in kwargs:
+        writer.uses.add(Slices.__name__)
+        fields = Slices(*kwargs["slices"])._asdict()
+        own = {name: _named(name, value, axes) for name, value in fields.items()}
+        kwargs = {**kwargs, "slices": call_of(Slices.__name__, [], own)}
+    named = {name: _named(name, value, axes) for name, value in kwargs.items()}
     return call_of(function.__name__, [Expression("mesh"), *args], named)
+
+
+def _named(name: str, value: Any, axes: Sequence[str]) -> Any:
+    """Return an argument with the names of mesh axes in place of their numbers."""
+    return _axis_names(value, axes) if name in NAMED_AXES else value
 
 
 def _activation(writer: Writer, text: str) -> Expression:

@@ -37,6 +37,7 @@ from autoparallel.planner.variants.parameter_servers import describe_servers
 from autoparallel.planning.capture import capture_program, record_target
 from autoparallel.planning.plan import check_served_run
 from autoparallel.planning.plan_files import PLAN, batch_seq, load_job, save_plan
+from autoparallel.planning.routing import begin_counting, check_has_experts, write_routing
 from autoparallel.planning.tf32 import set_as_planned
 from autoparallel.runtime.checkpoint.writer_claim import claim_folder
 from autoparallel.runtime.launch.membership import join_as
@@ -135,6 +136,9 @@ def train(
             resume=run.attempt.resume,
             compared=lambda: log.skip(),
         )
+    if asked.count_routing is not None:
+        check_has_experts(trainer.program, "--count-routing")
+        begin_counting(trainer.model)
     last = run.attempt.begin_after(done, steps, rank=worker.rank)
     if worker.rank == 0:
         if not asked.verified:
@@ -174,6 +178,8 @@ def train(
             trace=trace,
         )
         trace.write(plan, trainer.model.planned.schedule, rank=worker.rank)
+        if asked.count_routing is not None:
+            write_routing(trainer.model, asked.count_routing)
         callback.on_end()
     ends.close()
     if trainer.reports and log.figures.seconds:

@@ -53,6 +53,9 @@ def check_size(num_hosts: int, devices_per_host: int, at: str) -> None:
 STATE_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 """Kinds of collectives that gather parameters or sum gradients while compute runs."""
 
+OVERLAPPED_COLLECTIVES = (*STATE_COLLECTIVES, "all_to_all")
+"""Kinds of collectives that run beside compute: those of states, and of tokens with experts."""
+
 MEASURED_SLOWDOWN = 1.189
 """Factor by which compute takes longer while communication runs at the same time: on average 18.9 %
 longer and at most 40 %, for GPT and LLaMA models trained on A100, H100, MI210 and MI250
@@ -76,10 +79,10 @@ class Device:
     is the price of one device, None if unknown. ``tf32`` are the op families whose float32 products
     are computed in TensorFloat-32; None if unknown, which counts as no family.
 
-    ``slowdown`` maps a kind of collective (``all_reduce``, ``all_gather``, ``reduce_scatter``) to
-    the factor, at least 1, by which compute takes longer while a collective of this kind runs at
-    the same time. The default is ``MEASURED_SLOWDOWN`` on a GPU; on a CPU compute and collectives
-    share cores, so overlap gains nothing.
+    ``slowdown`` maps a kind of collective (of ``OVERLAPPED_COLLECTIVES``) to the factor, at least
+    1, by which compute takes longer while a collective of this kind runs at the same time. The
+    default is ``MEASURED_SLOWDOWN`` on a GPU; on a CPU compute and collectives share cores, so
+    overlap gains nothing.
 
     ``message_seconds`` is the host's time to send or to receive one message of a pipeline while the
     device waits. It is 0 where the device sends by itself (NCCL).

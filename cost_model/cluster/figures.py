@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields
 from math import isfinite
 from typing import Any
 
-from .cluster import STATE_COLLECTIVES, ClusterError, Device, Link
+from .cluster import OVERLAPPED_COLLECTIVES, ClusterError, Device, Link
 from .given_text import shortened
 from .tf32 import FAMILIES
 
@@ -156,8 +156,8 @@ def _read_positive(value: Any, at: str) -> float:
 def _read_slowdowns(value: Any, at: str) -> dict[str, float]:
     slowdowns = {}
     for key, item in read_table(value, at).items():
-        if key not in STATE_COLLECTIVES:
-            known = ", ".join(STATE_COLLECTIVES)
+        if key not in OVERLAPPED_COLLECTIVES:
+            known = ", ".join(OVERLAPPED_COLLECTIVES)
             raise ClusterError(f"unknown collective {key!r}", at, f"known: {known}")
         slowdowns[key] = _read_number(item, f"{at}.{key}")
         if slowdowns[key] < 1:

@@ -3,7 +3,7 @@
 In: the graph of a block as one rank executes it, and a compiler: a function from a run to a
 callable. Out: the same graph, in which each run is one call of its compiled function. A run is a
 sequence of ``aten`` ops and of linear layers in 8 bits, whose casts are compiled with it; it
-ends before the first other op that reads one of its values.
+ends before the first other op that reads one of its values, or that waits for an exchange.
 
 These ops are never part of a run: collectives, other ops of this package, counted random numbers,
 ops whose weight gradients are computed later, ops that are marked for recomputation, and, in a
@@ -31,6 +31,10 @@ aten = torch.ops.aten
 OF_WEIGHTS = "of weights alone"
 """Key in the ``meta`` of fx nodes that marks nodes computed from weights alone; their gradients are
 computed last."""
+
+WAITS = "waits for an exchange"
+"""Key in the ``meta`` of fx nodes that marks the end of an exchange: ops before it run beside the
+exchange."""
 
 FEWEST_OPS = 2
 """Least number of kernels in a compiled run: with a single kernel there is nothing to fuse."""
@@ -67,10 +71,14 @@ def _runs(graph: fx.Graph, *, in_parts: bool) -> Iterator[list[fx.Node]]:
         if _is_plain(node, in_parts=in_parts) or _is_part_of(node, run):
             run.append(node)
             own.add(node)
-        elif node.op == "output" or not own.isdisjoint(node.all_input_nodes):
+        elif node.op == "output" or _ends_run(node, own):
             if sum(_is_kernel(each) for each in run) >= FEWEST_OPS:
                 yield run
             run, own = [], set()
+
+
+def _ends_run(node: fx.Node, run: set[fx.Node]) -> bool:
+    return bool(node.meta.get(WAITS)) or not run.isdisjoint(node.all_input_nodes)
 
 
 def _is_plain(node: fx.Node, *, in_parts: bool) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .replayed import AGAIN, KEPT, MARK, PRODUCT, SLICED, SPARED
+from .replayed import AGAIN, KEPT, MARK, PRODUCT, SPARED, TILED
 
 aten = torch.ops.aten
 
@@ -220,7 +220,7 @@ class _Again(_MarkedOp):
             self.block.keeps_costly = keeps
 
 
-class _Sliced(_MarkedOp):
+class _Tiled(_MarkedOp):
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
         if self.block.is_again:
             return self.called.recorded(_given_back(memory.popleft()), *args)  # type: ignore[attr-defined]
@@ -234,5 +234,5 @@ _MARKED: dict[str, type[_MarkedOp]] = {
     SPARED: _Spared,
     PRODUCT: _Product,
     AGAIN: _Again,
-    SLICED: _Sliced,
+    TILED: _Tiled,
 }

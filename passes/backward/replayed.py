@@ -13,16 +13,16 @@ from torch import fx
 
 from ...planner.graph.graph import Node
 from ...planner.kernels.recompute import Replay, is_costly
-from ...planner.kernels.slices import SlicedRegion
+from ...planner.kernels.tiles import TiledRegion
 from ...planner.plan import Recompute
 from ..ops.torch_ops import is_pointwise, is_view, returns_several
 
 MARK = "when recomputed"
-KEPT, SPARED, PRODUCT, AGAIN, SLICED = "kept", "spared", "product", "again", "sliced"
+KEPT, SPARED, PRODUCT, AGAIN, TILED = "kept", "spared", "product", "again", "tiled"
 """Marks that say what recomputation does with an op. KEPT: its result is kept. SPARED: it is not
 executed again. PRODUCT: of a matrix product, only the tensors that autograd saves are recomputed.
-AGAIN: it is executed again as a whole, and no result inside it is kept. SLICED: the last ops of the
-block, which compute slice by slice and need their inputs alone."""
+AGAIN: it is executed again as a whole, and no result inside it is kept. TILED: the last ops of the
+block, which compute tile by tile and need their inputs alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Replayed:
 
     mode: Recompute
     replay: Replay
-    last: SlicedRegion | None = None
-    """The last ops of the block, if they may run slice by slice."""
+    last: tuple[TiledRegion, int] | None = None
+    """The last ops of the block, if they may run tile by tile, and the most tiles."""
     is_recorded: bool = False
     """True if autograd goes through what runs again, so that every op must run there."""
 
@@ -73,6 +73,6 @@ class Replayed:
                 converted.meta[MARK] = SPARED
 
 
-def is_sliced(graph: fx.GraphModule) -> bool:
-    """Return whether a block's last ops compute slice by slice."""
-    return any(node.meta.get(MARK) == SLICED for node in graph.graph.nodes)
+def is_tiled(graph: fx.GraphModule) -> bool:
+    """Return whether a block's last ops compute tile by tile."""
+    return any(node.meta.get(MARK) == TILED for node in graph.graph.nodes)

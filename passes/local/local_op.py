@@ -18,12 +18,13 @@ from ..ops.collectives import Rank
 @dataclass(frozen=True, slots=True)
 class Call:
     """Call of the function ``target`` with its arguments; its result is to be multiplied by
-    ``scale``."""
+    ``scale``. With ``start``, an earlier call, its first argument is the result of ``start``."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     scale: float = 1.0
+    start: Call | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class LocalOp:
     maps the schema's argument names (with defaults) to literals and local tensors; ``positions``
     maps each tensor argument to its position among the node's inputs; ``specs`` are the inputs'
     global shapes and dtypes; ``batch_dim`` is the first output's batch dimension; ``count`` is the
-    divisor of a classification loss, if known beforehand."""
+    divisor of a classification loss, if known beforehand; ``has_others_beside`` says whether other
+    ops run while the op exchanges tokens."""
 
     node: Node
     layout: NodeLayout
@@ -43,6 +45,7 @@ class LocalOp:
     positions: Mapping[str, int]
     batch_dim: int | None
     count: Any = None
+    has_others_beside: bool = False
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

@@ -13,6 +13,7 @@ ops run unchanged on their parts, except that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -20,12 +21,13 @@ import torch
 
 from ...planner.errors import PlanError
 from ...planner.graph.graph import Node, Ref, TensorSpec, map_refs
-from ...planner.graph.layout import NodeLayout, balanced_axes, local_region
+from ...planner.graph.layout import NodeLayout, balanced_axes, is_halved, local_region
 from ...planner.ops.catalog import spec_of
+from ...planner.ops.experts import column_order
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
 from ..ops.collectives import Rank
 from ..ops.eight_bits import eight_bit_linear
-from ..ops.experts import sent_experts, split_experts
+from ..ops.experts import Slices, finish_experts, send_tokens, sent_experts, split_experts
 from ..ops.local_loss import MEAN, cross_entropy, nll_loss
 from ..ops.nf4 import nf4_linear
 from ..ops.random_ops import DROPOUT, dropout_part, uniform_part
@@ -51,11 +53,12 @@ def local_call(
     values: Any,
     batch_dim: int | None = None,
     count: Any = None,
+    has_others_beside: bool = False,
 ) -> Call:
     """Return the call that computes one rank's part of ``node``'s outputs. ``values`` are the
     rank's shards of the inputs, in the layouts ``layout.inputs``; ``specs`` are the inputs' global
     shapes and dtypes; ``batch_dim`` is the first output's batch dimension, ``count`` the divisor of
-    a classification loss."""
+    a classification loss, ``has_others_beside``: see ``LocalOp``."""
     overload = resolve(node.op)
     feed = iter(values)
     args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda _: next(feed))
@@ -73,6 +76,7 @@ def local_call(
         _positions(node, schema),
         batch_dim,
         count,
+        has_others_beside,
     )
     spec = spec_of(node)
     if spec.is_counted:
@@ -216,12 +220,39 @@ def _attention(op: LocalOp) -> Call:
 def _experts(op: LocalOp) -> Call:
     names = ("x", "ids", "scores", "up", "down", "up_bias", "down_bias")
     options = {"activation": op["activation"], "transposed": op["transposed"]}
-    options["axes"] = op.axes("up", 0)
-    tokens = op.input_layout("x")
-    sent = tuple(axis for axis in options["axes"] if tokens[axis].is_shard)
-    if sent:
-        return op.by_rank(sent_experts, *(op[name] for name in names), **options, sent=sent)
-    return op.by_rank(split_experts, *(op[name] for name in names), **options)
+    options["axes"] = axes = op.axes("up", 0)
+    tokens, weight = op.input_layout("x"), op.input_layout("up")
+    sliced = tuple(axis for axis, held in enumerate(weight) if held.is_shard and axis not in axes)
+    sent, gathered = (
+        tuple(axis for axis in every if tokens[axis].is_shard) for every in (axes, sliced)
+    )
+    counted = _counted_layer(op)
+    if sliced:
+        halves = column_order(op["activation"]) == "halves"
+        options["slices"] = Slices(sliced, gathered, halves)
+    if not (sent or gathered):
+        arguments = (op[name] for name in names)
+        return op.by_rank(split_experts, *arguments, **options, counted=counted)
+    sending: dict[str, Any] = {"sent": sent, "counted": counted}
+    if is_halved(op.layout):
+        sending["num_parts"] = 2
+    if sent == axes and not sliced:
+        sending["placed"] = op.rank.placements.get(op.node.name, ())
+    if not op.has_others_beside:
+        return op.by_rank(sent_experts, *(op[name] for name in names), **options, **sending)
+    held = op.local_specs()[0][op.positions["up"]].shape[0]
+    sending |= {"axes": axes, "gathered": gathered}
+    start = op.by_rank(send_tokens, op["x"], op["ids"], held=held, **sending)
+    rest = op.by_rank(finish_experts, *(op[name] for name in names[2:]), **options)
+    return replace(rest, start=start)
+
+
+def _counted_layer(op: LocalOp) -> tuple[str, int] | None:
+    """Return the name and the number of experts of a layer of experts if this rank counts its
+    tokens: of the ranks with the same tokens the first does."""
+    pairs = zip(op.input_layout("ids"), op.rank.coordinates, strict=True)
+    is_first = all(held.is_shard or place == 0 for held, place in pairs)
+    return (op.node.name, op["num_experts"]) if is_first else None
 
 
 def _batch_norm(op: LocalOp) -> Call:

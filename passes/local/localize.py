@@ -5,40 +5,44 @@ node, and a rank. Out: an ``fx.GraphModule`` whose ``forward`` takes the block's
 the tuple of its outputs. Each node's inputs are converted from their producer's layout to the
 wanted layout; a value that several nodes want in one layout is converted once.
 
-In a recomputed block, ops that do not simply run again are marked (``replayed``).
+Ops that do not depend on a layer of experts run while its tokens are sent (``ops_beside``). In a
+recomputed block, ops that do not simply run again are marked (``replayed``).
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import fx, nn
 
 from ...planner.dims.batch import is_mean
 from ...planner.errors import PlanError
+from ...planner.graph.beside import ops_beside
 from ...planner.graph.graph import Graph, Node, Ref, TensorSpec
 from ...planner.graph.layout import (
     INVARIANT,
     Layout,
-    Mesh,
     NodeLayout,
     conversion_steps,
     format_layout,
     local_shape,
+    sent_axes,
 )
-from ...planner.kernels.slices import SlicedRegion
+from ...planner.kernels.tiles import TiledRegion
 from ...planner.ops.case import argument
 from ...planner.ops.catalog import has_classes
-from ..backward.replayed import MARK, SLICED, Replayed
+from ..backward.compiled_runs import WAITS
+from ..backward.replayed import MARK, TILED, Replayed
 from ..ops.collectives import Rank, apply_steps, format_steps, local_tensor
 from ..ops.local_loss import divisor
 from ..ops.torch_ops import returns_several
 from .local_ops import local_call
-from .slices import AXIS, Cut, Placed, SlicedCall, place_slices
+from .tiles import AXIS, Cut, Placed, TiledCall, place_tiles
 
 MADE_BY = "made by"
 """Key in the ``meta`` of a local op's fx node for the graph's node that the op implements."""
@@ -129,8 +133,7 @@ def localize_block(
     """Build the module that computes a block (layer) on one rank. Sums over rows
     (``Graph.accumulation``) are multiplied by ``num_microbatches``, as a step's loss is the mean
     over micro-batches. ``replayed`` marks ops for recomputation, of which the last may be computed
-    slice by slice. Raises ``PlanError`` if a layout
-    does not fit its op."""
+    tile by tile. Raises ``PlanError`` if a layout does not fit its op."""
     body, values = fx.Graph(), _Values()
     for key, layout in interface.inputs.items():
         ref = parse_key(key)
@@ -141,22 +144,12 @@ def localize_block(
         values.made[Ref(name)] = (part, layout)
     for key in interface.counts:
         values.counts[key] = _placeholder(body, key)
-    last = None if replayed is None else replayed.last
-    is_whole = last is None or rank.share is not None
-    region = None if is_whole else _Region.of(last, graph, interface, layouts, rank.mesh)
-    for name in interface.nodes:
-        if region is not None and name in region.region.strategies:
-            continue
-        made = _localize_node(body, values, graph, graph[name], layout=layouts[name], rank=rank)
-        if num_microbatches > 1 and name in graph.accumulation.sums:
-            summed, layout = values.made[Ref(name)]
-            scaled = body.call_function(torch.ops.aten.mul.Scalar, (summed, num_microbatches))
-            values.made[Ref(name)] = (scaled, layout)
-            made.append(scaled)
-        if replayed is not None:
-            replayed.mark(graph[name], made)
-    if region is not None:
-        region.add(body, values, graph, interface, layouts, rank, num_microbatches, replayed)
+    ops = _Ops(body, values, graph, layouts, rank, num_microbatches, replayed)
+    tiles = _Tiles.of(ops, interface)
+    inside = frozenset[str]() if tiles is None else tiles.region.strategies.keys()
+    ops.add_all([name for name in interface.nodes if name not in inside])
+    if tiles is not None:
+        tiles.add()
     if replayed is not None:
         replayed.mark_unread(values.uses)
     results = [
@@ -169,116 +162,185 @@ def localize_block(
 
 
 @dataclass(frozen=True, slots=True)
-class _Region:
-    """Region of a block on a rank, with the place of its slices. ``entries``: the layouts in which
-    values enter."""
+class _Ops:
+    """Ops of a block, which are added one by one to its fx graph ``body``."""
 
-    region: SlicedRegion
+    body: fx.Graph
+    values: _Values
+    graph: Graph
+    layouts: Mapping[str, NodeLayout]
+    rank: Rank
+    num_microbatches: int
+    replayed: Replayed | None
+
+    def add_all(self, names: Sequence[str]) -> None:
+        """Add the ops in order, but those that run beside an exchange of tokens while its layer is
+        added."""
+        beside = {
+            name: others
+            for name, others in ops_beside(names, self.graph).items()
+            if sent_axes(self.layouts[name])
+        }
+        moved = {other for others in beside.values() for other in others}
+        for name in names:
+            if name not in moved:
+                self._add(name, beside.get(name, ()))
+
+    def _add(self, name: str, beside: Sequence[str] = ()) -> None:
+        values, node = self.values, self.graph[name]
+        made = _localize_node(
+            self.body,
+            values,
+            self.graph,
+            node,
+            layout=self.layouts[name],
+            rank=self.rank,
+            add_beside=partial(self._add_each, beside) if beside else None,
+        )
+        if self.num_microbatches > 1 and name in self.graph.accumulation.sums:
+            summed, layout = values.made[Ref(name)]
+            count = self.num_microbatches
+            scaled = self.body.call_function(torch.ops.aten.mul.Scalar, (summed, count))
+            values.made[Ref(name)] = (scaled, layout)
+            made.append(scaled)
+        if self.replayed is not None:
+            self.replayed.mark(node, made)
+
+    def _add_each(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._add(name)
+
+    def in_layout(self, ref: Ref, wanted: Layout) -> fx.Node:
+        """Return the fx node of value ``ref`` in the ``wanted`` layout."""
+        return _in_layout(self.body, self.values, self.graph, ref, wanted=wanted, rank=self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Last ops of a block as a rank computes them tile by tile (``region``). ``entries``: layouts
+    in which values enter; ``leaving``: values that leave the block."""
+
+    ops: _Ops
+    region: TiledRegion
     placed: Placed
     entries: Mapping[Ref, Layout]
+    leaving: tuple[Ref, ...]
 
     @staticmethod
-    def of(
-        region: SlicedRegion,
-        graph: Graph,
-        block: BlockInterface,
-        layouts: Mapping[str, NodeLayout],
-        mesh: Mesh,
-    ) -> _Region | None:
-        """Return the region on a rank of a mesh; None if it cannot be cut there. A value that is
-        cut enters as it is made, others as they are first read."""
+    def of(ops: _Ops, block: BlockInterface) -> _Tiles | None:
+        """Return the last ops of a block as tiles; None if they run whole. A value that is cut
+        enters as it is made, others as they are first read."""
+        if ops.replayed is None or ops.replayed.last is None:
+            return None
+        region, most = ops.replayed.last
+        graph, layouts = ops.graph, ops.layouts
         first = {
             ref: held
-            for name in reversed(region.strategies)
+            for name in reversed(tuple(region.strategies))
             for ref, held in zip(graph[name].inputs, layouts[name].inputs, strict=True)
         }
-        made = {parse_key(key): layout for key, layout in block.inputs.items()}
+        given = {parse_key(key): layout for key, layout in block.inputs.items()}
         for ref, own in region.entries.items():
             if own.is_shard:
-                inside = ref.name in layouts and ref not in made
-                first[ref] = layouts[ref.name].outputs[ref.index] if inside else made[ref]
+                inside = ref.name in layouts and ref not in given
+                first[ref] = layouts[ref.name].outputs[ref.index] if inside else given[ref]
         entries = {ref: first[ref] for ref in region.entries}
-        placed = place_slices(graph, region, layouts, entries, mesh)
-        return None if placed is None else _Region(region, placed, entries)
+        placed = place_tiles(graph, region, layouts, entries, ops.rank.mesh, most)
+        if placed is None:
+            return None
+        leaving = (parse_key(key) for key in block.outputs)
+        return _Tiles(
+            ops,
+            region,
+            placed,
+            entries,
+            tuple(ref for ref in leaving if ref.name in region.strategies),
+        )
 
-    def add(
-        self, body: fx.Graph, values: _Values, graph: Graph, block: BlockInterface,
-        layouts: Mapping[str, NodeLayout], rank: Rank, num_microbatches: int, replayed: Replayed | None,
-    ) -> None:
-        """Add a call to the fx graph ``body`` that computes the region slice by slice."""
-        own, placed = self.region, self.placed
-        leaving = [parse_key(key) for key in block.outputs if parse_key(key).name in own.strategies]
-        made = {ref: own.strategies[ref.name].outputs[ref.index] for ref in leaving}
-        exits = {ref: layouts[ref.name].outputs[ref.index] for ref in leaving}
-        divisors = {
-            count_key(name): _divisor(body, values, graph, graph[name], layouts[name], rank)
-            for name in own.strategies
-            if has_classes(graph[name]) and is_mean(graph[name]) and count_key(name) not in values.counts
-        }
+    def add(self) -> None:
+        """Add a call that computes the ops tile by tile to the block's fx graph."""
+        ops, placed, mesh = self.ops, self.placed, self.ops.rank.mesh
+        body, values, own = ops.body, ops.values, self.region
+        given = [ops.in_layout(ref, wanted) for ref, wanted in self.entries.items()]
+        for each in given:  # the backward reads them
+            values.uses.pop(each, None)
+        counts = values.counts | self._divisors()
+        exits = {ref: ops.layouts[ref.name].outputs[ref.index] for ref in self.leaving}
+        made = {ref: own.strategies[ref.name].outputs[ref.index] for ref in self.leaving}
         interface = BlockInterface(
             tuple(own.strategies),
             {value_key(r): placed.layout(self.entries[r], p) for r, p in own.entries.items()},
             {},
             {value_key(r): placed.layout(exits[r], p) for r, p in made.items()},
-            (*values.counts, *divisors),
+            tuple(counts),
         )
-        inner = {name: placed.node(layouts[name], each) for name, each in own.strategies.items()}
-        again = None if replayed is None else replace(replayed, last=None, is_recorded=True)
-        programs = [
+        cuts = [placed.cut(self.entries[ref], p, mesh) for ref, p in own.entries.items()]
+        cuts += [Cut()] * len(counts)
+        written = [placed.cut(exits[ref], p, mesh) for ref, p in made.items()]
+        call = TiledCall(self._programs(interface), cuts, written, ops.rank.draws)
+        inputs = (*given, *counts.values())
+        result = body.create_node("call_function", call, inputs, {}, name=AXIS)
+        result.meta[MARK] = TILED
+        for index, (ref, layout) in enumerate(exits.items()):
+            part = body.call_function(operator.getitem, (result, index))
+            values.made[ref] = (part, layout)
+
+    def _programs(self, interface: BlockInterface) -> list[fx.GraphModule]:
+        """Return the module that computes each tile."""
+        ops, placed, strategies = self.ops, self.placed, self.region.strategies
+        assert ops.replayed is not None
+        again = replace(ops.replayed, last=None, is_recorded=True)
+        layouts = {name: placed.node(ops.layouts[name], own) for name, own in strategies.items()}
+        return [
             localize_block(
-                graph,
+                ops.graph,
                 interface,
-                layouts=inner,
-                rank=placed.rank(rank, number),
-                num_microbatches=num_microbatches,
+                layouts=layouts,
+                rank=placed.rank(ops.rank, number),
+                num_microbatches=ops.num_microbatches,
                 replayed=again,
             )
             for number in range(placed.count)
         ]
-        given = [
-            _in_layout(body, values, graph, ref, wanted=wanted, rank=rank)
-            for ref, wanted in self.entries.items()
-        ]
-        for each in given:  # the backward reads them
-            values.uses.pop(each, None)
-        cuts = [placed.cut(self.entries[r], p, rank.mesh) for r, p in own.entries.items()]
-        cuts += [Cut()] * len(interface.counts)
-        written = [placed.cut(exits[r], p, rank.mesh) for r, p in made.items()]
-        call = SlicedCall(programs, cuts, written, rank.draws)
-        inputs = (*given, *values.counts.values(), *divisors.values())
-        result = body.create_node("call_function", call, inputs, {}, name=AXIS)
-        result.meta[MARK] = SLICED
-        for index, ref in enumerate(leaving):
-            part = body.call_function(operator.getitem, (result, index))
-            values.made[ref] = (part, exits[ref])
 
+    def _divisors(self) -> dict[str, fx.Node]:
+        """Add the divisors of means of class losses, which are computed of their targets alone, to
+        the block's fx graph; return them by key."""
+        ops = self.ops
+        nodes = (ops.graph[name] for name in self.region.strategies)
+        losses = [node for node in nodes if has_classes(node) and is_mean(node)]
+        keys = {count_key(node.name): node for node in losses}
+        return {k: self._divisor(node) for k, node in keys.items() if k not in ops.values.counts}
 
-def _divisor(
-    body: fx.Graph, values: _Values, graph: Graph, loss: Node, layout: NodeLayout, rank: Rank
-) -> fx.Node:
-    """Add the divisor of a class loss's mean, computed of its targets alone, to the fx graph
-    ``body``."""
-    scores, *others = loss.inputs
-    given = [
-        _in_layout(body, values, graph, ref, wanted=wanted, rank=rank)
-        for ref, wanted in zip(others, layout.inputs[1:], strict=True)
-    ]
-    spec = graph.spec(scores)
-    classes = min(1, len(spec.shape) - 1)
-    rows = [at for at, own in enumerate(layout.inputs[0]) if own.is_shard and own.dim != classes]
-    options = {
-        "ignore_index": argument(loss, 4, "ignore_index", -100),
-        "row_axes": tuple(rows),
-        "dtype": getattr(torch, spec.dtype),
-    }
-    return body.create_node("call_function", rank.bound(divisor), tuple(given), options)
+    def _divisor(self, loss: Node) -> fx.Node:
+        ops, held = self.ops, self.ops.layouts[loss.name].inputs
+        scores, *others = loss.inputs
+        given = [ops.in_layout(*each) for each in zip(others, held[1:], strict=True)]
+        spec = ops.graph.spec(scores)
+        classes = min(1, len(spec.shape) - 1)
+        rows = (at for at, own in enumerate(held[0]) if own.is_shard and own.dim != classes)
+        options = {
+            "ignore_index": argument(loss, 4, "ignore_index", -100),
+            "row_axes": tuple(rows),
+            "dtype": getattr(torch, spec.dtype),
+        }
+        target = ops.rank.bound(divisor)
+        return ops.body.create_node("call_function", target, tuple(given), options)
 
 
 def _localize_node(
-    body: fx.Graph, values: _Values, graph: Graph, node: Node, *, layout: NodeLayout, rank: Rank
+    body: fx.Graph,
+    values: _Values,
+    graph: Graph,
+    node: Node,
+    *,
+    layout: NodeLayout,
+    rank: Rank,
+    add_beside: Callable[[], None] | None,
 ) -> list[fx.Node]:
     """Add the layout conversions of a node's inputs, and the rank's call of its op, to the fx graph
-    ``body``; return the fx nodes of the call and of its scaling."""
+    ``body``; return the fx nodes of the call and of its scaling. ``add_beside`` adds the ops that
+    run between the two calls of an op that exchanges tokens."""
     _check(graph, node, layout, rank)
     refs = node.inputs
     inputs = [
@@ -298,11 +360,18 @@ def _localize_node(
         values=inputs,
         batch_dim=next(iter(batch_dims), None),
         count=values.counts.get(count_key(node.name)),
+        has_others_beside=add_beside is not None,
     )
+    args, start = call.args, call.start
+    if start is not None and add_beside is not None:
+        name = _identifier(f"{node.name}_sent")
+        given = start.args, dict(start.kwargs)
+        args = (body.create_node("call_function", start.target, *given, name=name), *args)
+        add_beside()
     result = body.create_node(
-        "call_function", call.target, call.args, dict(call.kwargs), name=_identifier(node.name)
+        "call_function", call.target, args, dict(call.kwargs), name=_identifier(node.name)
     )
-    result.meta[MADE_BY] = node
+    result.meta |= {MADE_BY: node, WAITS: start is not None}
     results = [result]
     scale = 0 if _sums_no_rows(layout, rank) else call.scale
     if scale != 1.0:

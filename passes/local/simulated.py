@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, combinations
-from math import prod
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...planner.graph.layout import Mesh
-from ..ops.collectives import Parts
+from ..ops.collectives import Parts, Received, parts_of, place_along
 
 T = TypeVar("T")
 _TIMEOUT_SECONDS = 60.0
@@ -67,13 +66,6 @@ class ThreadCommunicator:
         self.calls.append((what[0], axis, *what[1:]))
         return self.groups[axis,].exchange(self.coordinates[axis], what, tensor)
 
-    def _place(self, axes: tuple[int, ...]) -> int:
-        """Return this rank's position among the ranks along ``axes`` together."""
-        return sum(
-            self.coordinates[axis] * prod(self.mesh.shape[a] for a in axes if a > axis)
-            for axis in axes
-        )
-
     def all_reduce(self, tensor: Tensor, axis: int, op: Literal["sum", "max"] = "sum") -> Tensor:
         stacked = torch.stack(self._exchange(axis, ("all_reduce", op), tensor))
         return stacked.sum(0).to(tensor.dtype) if op == "sum" else stacked.amax(0)
@@ -93,19 +85,27 @@ class ThreadCommunicator:
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return self._exchange(axis, ("swap",), tensor)[self.size(axis) - 1 - self.coordinate(axis)]
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
-        self.calls.append(("parts", axes))
-        mine = self._place(axes)
-        every = self.groups[axes].exchange(mine, ("parts",), counts)
-        received = torch.stack([each[mine] for each in every])
-        sent, own = counts.sum(1).tolist(), received.sum(1).tolist()
-        return Parts(tuple(sent), tuple(own)), received
+    def parts(
+        self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
+    ) -> tuple[tuple[Parts, ...], Tensor]:
+        self.calls.append(("parts", axes, *([gathered] if gathered else [])))
+        received = counts
+        if axes:
+            mine = place_along(self, axes)
+            every = self.groups[axes].exchange(mine, ("parts",), counts)
+            received = torch.stack([each[mine] for each in every])
+        place = place_along(self, gathered)
+        if gathered:
+            whole = self.groups[gathered].exchange(place, ("parts gathered",), received)
+            received = torch.cat(whole)
+        sums = torch.cat((counts, received)).sum(-1).t()
+        return parts_of(sums.tolist, len(sums), len(counts), place), received
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Received:
         self.calls.append(("exchange", axes))
-        group, mine = self.groups[axes], self._place(axes)
+        group, mine = self.groups[axes], place_along(self, axes)
         every = group.exchange_any(mine, torch.split(rows.detach().clone(), list(parts.sent)))
-        return torch.cat([each[mine] for each in every])
+        return Received(torch.cat([each[mine] for each in every]))
 
 
 def make_communicators(mesh: Mesh) -> list[ThreadCommunicator]:

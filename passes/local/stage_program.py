@@ -18,8 +18,9 @@ from ...planner.errors import PlanError
 from ...planner.graph.graph import Block, Blocks, Graph, Ref, TensorSpec
 from ...planner.graph.layout import INVARIANT, REPLICATE, Layout, Mesh, boundary_layout
 from ...planner.kernels.recompute import Storages, find_replay
-from ...planner.kernels.slices import last_region
+from ...planner.kernels.tiles import last_region
 from ...planner.plan import Plan, Recompute, StagePlan
+from ...planner.schedules.held import splits
 from ...planner.variants.shares import RowShare, share_of, why_not
 from ..backward.replayed import Replayed
 from ..ops.collectives import Communicator, Rank
@@ -163,7 +164,7 @@ class _Stage:
     leaves: Mapping[str, HeldValue | ParameterProgram]
     received: Mapping[str, Layout]
     sent: frozenset[str]
-    is_compiled: bool
+    most_tiles: int
     is_in_parts: bool
     """True if a step computes its rows, or their sequences, in several parts (micro-batches or
     slices)."""
@@ -191,11 +192,10 @@ class _Stage:
         if mode == "none":
             return None
         found = find_replay(block, self.graph, rules, self._storages)
-        num_rows, left = divmod(self.graph.batch_size, self.plan.mesh.row_parts)
         last = None
-        if mode == "full" and not (left or self.is_compiled):
-            last = last_region(block.nodes, self.graph, rules, num_rows)
-        return Replayed(mode, found, last)
+        if mode == "full" and self.most_tiles > 1 and self.rank.share is None:
+            last = last_region(block.nodes, self.graph, rules, self.plan.mesh)
+        return Replayed(mode, found, None if last is None else (last, self.most_tiles))
 
 
 def build_stage(
@@ -229,13 +229,20 @@ def build_stage(
         graph,
         blocks,
         own,
-        Rank(own.mesh, coordinates, communicator, draws, share),
+        Rank(
+            own.mesh,
+            coordinates,
+            communicator,
+            draws,
+            share,
+            {each.layer: each.pairs for each in own.placements if each.experts},
+        ),
         plan.num_microbatches,
         uses,
         leaves,
         {b.key: b.target_layout for b in receives},
         frozenset((*kept, *(b.key for b in sends))),
-        is_compiled=plan.compiled,
+        most_tiles=1 if plan.compiled or splits(plan.schedule) else plan.tiles,
         is_in_parts=plan.num_microbatches > 1 or of_slice is not None,
     )
     made: dict[str, Layout] = {}

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -31,7 +32,7 @@ from ...planner.plan import Plan
 from ..backward.recomputing import Recomputing
 from ..backward.weight_gradients import WeightGradients, defer
 from ..local.stage_program import BlockProgram, StageProgram, build_stage
-from ..ops.collectives import Parts
+from ..ops.collectives import UNKNOWN, Parts, Received
 from .state_traffic import GRADIENTS, Library, StateTraffic, gradient_of, set_gradient
 from .storages import OTHER, SAVED, LiveBytes
 
@@ -116,11 +117,16 @@ class FakeRanks:
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return torch.empty_like(tensor)
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
-        return Parts((), ()), counts  # unknown; as many rows are received as are sent
+    def parts(
+        self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
+    ) -> tuple[tuple[Parts, ...], Tensor]:
+        """Return no numbers of rows: as many rows are received as are sent."""
+        received = counts.repeat(prod(map(self.size, gathered)), 1, 1)
+        return (UNKNOWN,) * counts.shape[1], received
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
-        return torch.empty_like(rows)
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Received:
+        num_received = sum(parts.received) if parts.received else rows.shape[0]
+        return Received(rows.new_empty((num_received, *rows.shape[1:])))
 
 
 class GroupedProducts(TorchFunctionMode):

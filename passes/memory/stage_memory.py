@@ -23,6 +23,8 @@ from ...cost_model.ops.memory import (
     reserve_bytes,
 )
 from ...cost_model.simulator.actions import Action, Schedule
+from ...planner.costs.basis import RUNTIME, Basis
+from ...planner.costs.expert_loads import ExpertLoads
 from ...planner.errors import InfeasibleError
 from ...planner.evaluate.evaluate import at_microbatch, walked_stages
 from ...planner.evaluate.stage_walk import StageWalk
@@ -173,7 +175,9 @@ class _PlanMemory:
         crossing = boundaries(graph, blocks, plan)
         self.schedule = schedule_of(plan, {(b.source_stage, b.target_stage) for b in crossing})
         known: dict[object, StageActivations] = {}
-        walks = cache(lambda: walked_stages(graph, blocks, plan))
+        assumed = replace(RUNTIME, loads=ExpertLoads.of_plan(plan, graph, blocks))
+        basis = Basis(assumptions=assumed)
+        walks = cache(lambda: walked_stages(graph, blocks, plan, basis=basis))
         self._stages = [
             _Stage(
                 plan,
@@ -315,7 +319,8 @@ class _Stage:
             if self.index in (b.source_stage, b.target_stage)
         )
         kinds = tuple((block.kind, block.recompute) for block in stage.blocks)
-        return kinds, stage.mesh, stage.shares, stage.zero, frozenset(stage.layouts.items()), ends
+        layouts, placed = frozenset(stage.layouts.items()), [e.pairs for e in stage.placements]
+        return kinds, stage.mesh, stage.shares, stage.zero, layouts, tuple(placed), ends
 
     def with_reserves(self, found: Bytes, groups: Mapping[int, int]) -> Bytes:
         """Return the stage's bytes ``found`` with added reserves: the CUDA context, communicators

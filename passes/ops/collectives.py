@@ -6,15 +6,19 @@ from the meaning of a gradient in each placement (a partial sum in R, whole else
 example, leaves the value and divides the gradient by n, because the n equal gradients of I must add
 up to a single gradient.
 
+An exchange of rows runs beside other work: ``send`` starts it and ``arrived`` waits for it. In the
+backward ``arrived`` starts the exchange of the gradients and ``send`` waits for it. Autograd runs
+the backward of later calls first, so this exchange runs beside the backward of the same work.
+
 Source: Megatron-LM's f and g (Shoeybi et al. 2019, section 3) are I→R and P→I.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,15 +28,79 @@ from ...planner.variants.shares import RowShare
 from .random_ops import Draws
 
 
-class Parts(NamedTuple):
-    """Numbers of rows that a rank sends to each rank along mesh axes, and receives from each."""
+class Parts:
+    """Numbers of rows that a rank sends to each rank along mesh axes (``sent``), and receives from
+    each (``received``). ``totals``: number of rows that each rank along other axes receives. The
+    host waits for the device when it first uses one of them."""
 
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    def __init__(self, read: Callable[[], Sequence[tuple[int, ...]]]) -> None:
+        """Make parts; ``read`` waits, and returns ``sent``, ``received`` and ``totals``."""
+        self._numbers = cache(read)
+
+    @staticmethod
+    def of(read: Callable[[], list[int]], ranks: int, place: int) -> Parts:
+        """Return the numbers of rows. ``read`` waits for the device, and returns the numbers of
+        rows to send to each of ``ranks`` ranks, then for each rank of other axes, among which this
+        rank has ``place``, the numbers of rows that it receives from each."""
+
+        def numbers() -> Sequence[tuple[int, ...]]:
+            sums = read()
+            sent, *received = (tuple(sums[at : at + ranks]) for at in range(0, len(sums), ranks))
+            return sent, received[place], tuple(map(sum, received))
+
+        return Parts(numbers)
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        return self._numbers()[0]
+
+    @property
+    def received(self) -> tuple[int, ...]:
+        return self._numbers()[1]
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        return self._numbers()[2]
 
     def back(self) -> Parts:
         """Return the numbers of rows of the exchange that returns all rows."""
-        return Parts(self.received, self.sent)
+        return Parts(lambda: (self.received, self.sent, ()))
+
+    def copies(self) -> Parts:
+        """Return the numbers of rows of the exchange in which each rank of the other axes sends all
+        rows that it received to every rank."""
+        return Parts(lambda: ((sum(self.received),) * len(self.totals), self.totals, ()))
+
+
+def parts_of(
+    read: Callable[[], list[list[int]]], num: int, ranks: int, place: int
+) -> tuple[Parts, ...]:
+    """Return the numbers of rows by rank for each of ``num`` exchanges. ``read`` waits for the
+    device, and returns for each exchange the numbers that ``Parts.of`` reads."""
+    once = cache(read)
+    return tuple(Parts.of(lambda at=at: once()[at], ranks, place) for at in range(num))  # type: ignore[misc]
+
+
+UNKNOWN = Parts(lambda: ((), (), ()))
+"""Numbers of rows where none are sent."""
+
+
+class UnderWay(Protocol):
+    """Exchange that runs beside other work."""
+
+    def wait(self) -> Tensor:
+        """Return the received rows, when they are there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Exchange that is over: ``wait`` returns its ``rows`` at once."""
+
+    rows: Tensor
+
+    def wait(self) -> Tensor:
+        return self.rows
 
 
 class Communicator(Protocol):
@@ -71,17 +139,30 @@ class Communicator(Protocol):
         for coordinate i of n. Both tensors have the same shape and dtype."""
         ...
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
+    def parts(
+        self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
+    ) -> tuple[tuple[Parts, ...], Tensor]:
         """Tell each rank along mesh axes ``axes`` together, in row-major order, how many rows of
-        each of M classes it will get: ``counts[i]`` (M) for rank i. Return the rows by rank, and
-        the counts that each rank told this one (ranks, M). The host reads the rows by rank, so it
-        waits for the device."""
+        each of M classes it will get in each of N exchanges: ``counts[i]`` (N, M) for rank i.
+        Return the rows by rank for each exchange, and the counts that were told to each rank along
+        mesh axes ``gathered`` (ranks of ``gathered`` × ranks, N, M). The host waits for the device
+        when it first uses the rows by rank."""
         ...
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
-        """Send the first ``parts.sent[0]`` rows to the first rank along mesh axes ``axes``
-        together, the next to the second, and so on; return the received rows in rank order."""
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> UnderWay:
+        """Start to send the first ``parts.sent[0]`` rows to the first rank along mesh axes ``axes``
+        together, the next to the second, and so on. Its ``wait`` returns the received rows in rank
+        order; until then ``rows`` must not change."""
         ...
+
+
+def place_along(communicator: Communicator, axes: tuple[int, ...]) -> int:
+    """Return this rank's position among the ranks along mesh axes ``axes`` together, in row-major
+    order; 0 without axes."""
+    place = 0
+    for axis in axes:
+        place = place * communicator.size(axis) + communicator.coordinate(axis)
+    return place
 
 
 class Alone:
@@ -108,24 +189,31 @@ class Alone:
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return tensor.clone()
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
-        return Parts((), ()), counts
+    def parts(
+        self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
+    ) -> tuple[tuple[Parts, ...], Tensor]:
+        return (UNKNOWN,) * counts.shape[1], counts
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
-        return rows.clone()
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> UnderWay:
+        return Received(rows.clone())
+
+
+Placed = tuple[tuple[int, tuple[int, ...]], ...]
+"""Experts that not only their owner computes, each with the ranks that do."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rank:
     """Rank that executes a program: its coordinates on a mesh, its communicator, and its state of
     random ops (``draws``). ``share``: its part of the rows if mesh axis 0 splits the batch
-    unevenly."""
+    unevenly; ``placements``: of hot experts, by layer."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
     communicator: Communicator
     draws: Draws = field(default_factory=Draws, repr=False)
     share: RowShare | None = None
+    placements: Mapping[str, Placed] = field(default_factory=dict, repr=False)
     _bound: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,27 +343,72 @@ def swap(tensor: Tensor, axes: tuple[int, ...], communicator: Communicator) -> T
     return tensor
 
 
-class _Exchange(torch.autograd.Function):
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """Exchange of rows among ranks along mesh axes ``axes`` together, or of their gradients in the
+    backward. ``under_way`` is the one that was started and not yet waited for; ``token`` is an
+    empty tensor that stands for the rows in autograd until they have arrived."""
+
+    rank: Rank
+    parts: Parts
+    axes: tuple[int, ...]
+    under_way: UnderWay | None = None
+    token: Tensor | None = None
+
+    def start(self, rows: Tensor, parts: Parts) -> None:
+        assert self.under_way is None
+        self.under_way = self.rank.communicator.exchange(rows.contiguous(), parts, self.axes)
+
+    def wait(self) -> Tensor:
+        under_way, self.under_way = self.under_way, None
+        assert under_way is not None
+        return under_way.wait()
+
+
+class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, parts: Parts, axes: tuple[int, ...], communicator: Communicator
-    ) -> Tensor:
-        ctx.parts, ctx.axes, ctx.communicator = parts, axes, communicator
-        return communicator.exchange(rows.contiguous(), parts, axes)
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start(rows, exchange.parts)
+        return rows.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        own = gradients[0].contiguous()
-        return ctx.communicator.exchange(own, ctx.parts.back(), ctx.axes), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.wait(), None
 
 
-def exchange(
-    rows: Tensor, parts: Parts, axes: tuple[int, ...], communicator: Communicator
-) -> Tensor:
-    """Send rows to the ranks along mesh axes ``axes`` together (``Communicator.exchange``),
-    differentiably."""
-    made: Tensor = _Exchange.apply(rows, parts, axes, communicator)  # type: ignore[no-untyped-call]
-    return made
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        ctx.exchange.start(gradient, ctx.exchange.parts.back())
+        return gradient.new_empty(0), None
+
+
+def send(rank: Rank, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Exchange:
+    """Start to send consecutive rows to the ranks along mesh axes ``axes`` together, as many to
+    each as ``parts`` says; ``arrived`` returns the received rows. Without axes nothing is sent."""
+    exchange = Exchange(rank, parts, axes)
+    exchange.token = _Send.apply(rows, exchange) if axes else rows  # type: ignore[no-untyped-call]
+    return exchange
+
+
+def arrived(exchange: Exchange) -> Tensor:
+    """Wait for an exchange and return the received rows, in rank order."""
+    token, exchange.token = exchange.token, None
+    assert token is not None
+    rows: Tensor = _Arrived.apply(token, exchange) if exchange.axes else token  # type: ignore[no-untyped-call]
+    return rows
+
+
+def exchange(rank: Rank, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
+    """Send rows to the ranks along mesh axes ``axes`` together, and return the received rows."""
+    return arrived(send(rank, rows, parts, axes))
 
 
 def format_steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:

@@ -18,16 +18,19 @@ no expert computes a row that is not its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .activation import activate
-from .collectives import Rank, exchange
+from .collectives import Exchange, Parts, Placed, Rank, arrived, exchange, place_along, send
 from .local_loss import part_of
 
 SCHEMA = (
@@ -44,9 +47,11 @@ def run_experts(
     activation: str,
     transposed: bool,
     first: int = 0,
+    match: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return for each token the sum of its experts' outputs, weighted by ``scores`` (1 if None);
-    only experts ``first`` … ``first`` + E − 1 count. ``x`` is (T, in), ``ids`` (experts) and
+    only experts ``first`` … ``first`` + E − 1 count. ``match`` changes the columns of the first
+    product, before the activation. ``x`` is (T, in), ``ids`` (experts) and
     ``scores`` are (T, k), the result is (T, out); T stands for one or several dimensions of tokens.
     ``weights`` are up (E, in, width), down (E, width, out) and their biases or None."""
     up, down, up_bias, down_bias = (*weights, None, None)[:4]
@@ -60,7 +65,9 @@ def run_experts(
     of_row, places = own.sort(stable=True)
     groups = _Groups.of(of_row, count)
     rows = x.reshape(-1, x.shape[-1])[places // chosen].masked_fill_(groups.absent, 0)
-    rows = groups.product(activate(activation, groups.product(rows, up, up_bias)), down, down_bias)
+    rows = groups.product(rows, up, up_bias)
+    rows = activate(activation, rows if match is None else match(rows))
+    rows = groups.product(rows, down, down_bias)
     if scores is not None:
         rows = rows * scores.reshape(-1)[places].unsqueeze(-1)
     spread = torch.empty_like(rows).index_copy(0, places, rows)
@@ -127,23 +134,186 @@ def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
     return rows.dtype in dtypes and rows.shape[0] > 0 and aligned
 
 
+class Slices(NamedTuple):
+    """Slices of each expert's inner width, over mesh axes ``axes``; on the axes ``gathered`` among
+    them each rank has its own tokens. ``halves``: the first product has two halves of columns, from
+    which the activation reads the same column (gate and up, one after the other)."""
+
+    axes: tuple[int, ...]
+    gathered: tuple[int, ...] = ()
+    halves: bool = False
+
+    def held(self, rank: Rank, weights: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Return a rank's slices of the weights, with its share of the bias of the results, which
+        no axis slices."""
+        *sliced, bias = (*weights, None, None)[:4]
+        parts = prod(map(rank.communicator.size, self.axes))
+        return (*sliced, None if bias is None else bias / parts)
+
+    def match(self, rank: Rank) -> Callable[[Tensor], Tensor] | None:
+        """Return the function that exchanges columns between the ranks, such that each has the same
+        columns of both halves; None if each rank's columns belong together."""
+        return partial(_matching_halves, rank, self.axes) if self.halves else None
+
+
+def _matching_halves(rank: Rank, axes: tuple[int, ...], columns: Tensor) -> Tensor:
+    """Return this rank's columns of both halves of a matrix (N, C), one half after the other.
+
+    Of n ranks along mesh axes ``axes``, rank r holds the columns 2r and 2r + 1, counted in blocks
+    of C / 2. Block b is that of rank b mod n.
+    """
+    count = prod(map(rank.communicator.size, axes))
+    place = place_along(rank.communicator, axes)
+    blocks = columns.view(len(columns), 2, columns.shape[-1] // 2).permute(1, 2, 0)
+    targets = [2 * place % count, (2 * place + 1) % count]
+    sources = [place // 2, (count + place) // 2]
+    if targets[0] > targets[1]:
+        blocks = blocks.flip(0)
+    sent, received = (tuple(each.count(of) for of in range(count)) for each in (targets, sources))
+    blocks = exchange(rank, blocks, Parts(lambda: (sent, received, ())), axes)
+    return blocks.flatten(0, 1).t()
+
+
+def count_routed(rank: Rank, ids: Tensor, layer: str, num_experts: int) -> None:
+    """Add the tokens of each expert among ``ids`` (experts) to the counts of ``layer``, if the rank
+    counts them. A forward that a backward repeats is not counted again. The host never waits."""
+    routed, is_backward = rank.draws.routed, torch._C._current_graph_task_id() != -1
+    if routed is None or is_backward:
+        return
+    if layer not in routed:
+        routed[layer] = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
+    chosen = ids.reshape(-1)
+    routed[layer].index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int64))
+
+
 def split_experts(
     rank: Rank,
     x: Tensor,
     ids: Tensor,
-    scores: Tensor,
+    scores: Tensor | None,
     *weights: Tensor | None,
     axes: tuple[int, ...],
+    slices: Slices | None = None,
+    counted: tuple[str, int] | None = None,
     **options: Any,
 ) -> Tensor:
     """Compute for each token the weighted sum of the outputs of this rank's experts. Experts are
-    split over mesh axes ``axes``, so the results are partial sums."""
-    assert weights[0] is not None
-    first, _ = part_of(rank, weights[0].shape[0], axes)
+    split over mesh axes ``axes``, and each of them as ``slices`` says, so the results are partial
+    sums. ``counted``: name and number of experts of the layer if this rank counts its tokens."""
+    if counted is not None:
+        count_routed(rank, ids, *counted)
+    first = _first_expert(rank, weights, axes)
+    if slices is not None:
+        weights, options["match"] = slices.held(rank, weights), slices.match(rank)
     return run_experts(x, ids, scores, *weights, first=first, **options)
 
 
-def sent_experts(
+def _first_expert(rank: Rank, weights: tuple[Tensor | None, ...], axes: tuple[int, ...]) -> int:
+    """Return the number of this rank's first expert; experts are split over mesh axes ``axes``."""
+    assert weights[0] is not None
+    first, _ = part_of(rank, weights[0].shape[0], axes)
+    return first
+
+
+@dataclass(frozen=True, slots=True)
+class SentTokens:
+    """Tokens of one layer on their way to their experts, as N rows (token and expert) that travel
+    in P exchanges. ``order`` (N) has the number of each sent row among the rows in the order of the
+    tokens. Received rows come in C classes for each of R ranks: ``experts`` (R · C) has the expert
+    of each class, ``received`` (R, P, C) its number of rows. ``placing``: the placement of experts
+    if not only their owners compute them."""
+
+    order: Tensor
+    exchanges: tuple[Exchange, ...]
+    experts: Tensor
+    received: Tensor
+    placing: _Placed | None
+
+
+def send_tokens(  # noqa: PLR0913
+    rank: Rank,
+    x: Tensor,
+    ids: Tensor,
+    *,
+    held: int,
+    axes: tuple[int, ...],
+    sent: tuple[int, ...],
+    gathered: tuple[int, ...] = (),
+    num_parts: int = 1,
+    counted: tuple[str, int] | None = None,
+    placed: Placed = (),
+) -> SentTokens:
+    """Start to send each of this rank's tokens to its experts; ``finish_experts`` waits for them.
+    Experts are split over mesh axes ``axes``, ``held`` on each rank, and tokens over the axes
+    ``sent`` among them. The rows travel in ``num_parts`` exchanges of equally many rows. Ranks
+    along ``gathered`` have slices of the same experts, so they tell each other their counts.
+    ``counted`` and ``placed``: as for ``sent_experts``."""
+    if counted is not None:
+        count_routed(rank, ids, *counted)
+    places, place = _by_rank(rank, held, axes, sent, ids.device)
+    num_ranks, num_places = places.shape
+    placing = _Placed.of(placed, num_ranks, held, place) if placed else None
+    if placing is not None:
+        num_places = placing.size
+        slots, experts = placing.slots(ids), torch.arange(num_places, device=ids.device)
+    else:
+        every = torch.arange(places.numel(), device=ids.device)
+        slots = torch.empty_like(every).index_copy(0, places.reshape(-1), every)[ids]
+        experts = places[place]
+    count, num_rows, width = num_ranks * num_places, ids.numel(), x.shape[-1]
+    every = torch.arange(num_parts * count, device=ids.device)
+    part = torch.arange(num_rows, device=ids.device) * num_parts // max(num_rows, 1)
+    wanted, order = (part * count + slots.reshape(-1)).sort(stable=True)
+    ends = torch.searchsorted(wanted, every, right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1)).view(num_parts, num_ranks, num_places)
+    parts, received = rank.communicator.parts(counts.transpose(0, 1).contiguous(), sent, gathered)
+    rows = x.unsqueeze(-2).expand(*ids.shape, width).reshape(-1, width)[order]
+    starts = [-(-num_rows * at // num_parts) for at in range(num_parts + 1)]
+    sizes = [end - start for start, end in pairwise(starts)]
+    pieces = torch.split(rows, sizes) if num_parts > 1 else (rows,)
+    pairs = zip(pieces, parts, strict=True)
+    exchanges = tuple(send(rank, own, of_ranks, sent) for own, of_ranks in pairs)
+    return SentTokens(order, exchanges, experts.repeat(len(received)), received, placing)
+
+
+def finish_experts(
+    rank: Rank,
+    tokens: SentTokens,
+    scores: Tensor,
+    *weights: Tensor | None,
+    axes: tuple[int, ...],
+    slices: Slices | None = None,
+    **options: Any,
+) -> Tensor:
+    """Compute for each of the tokens that this rank sent (``send_tokens``) the weighted sum of its
+    experts' outputs. While the experts compute the rows of one exchange, the rows of the next are
+    under way to them, and the results of the one before on their way back."""
+    first = _first_expert(rank, weights, axes)
+    if tokens.placing is not None:
+        weights, first = tuple(tokens.placing.weight(rank, each, axes) for each in weights), 0
+    if slices is not None:
+        weights, options["match"] = slices.held(rank, weights), slices.match(rank)
+    gathered = () if slices is None else slices.gathered
+    copies = prod(map(rank.communicator.size, gathered))
+    returning = []
+    for sending, counts in zip(tokens.exchanges, tokens.received.unbind(1), strict=True):
+        rows = arrived(sending)
+        if gathered:
+            rows = exchange(rank, rows.repeat(copies, 1), sending.parts.copies(), gathered)
+        own = tokens.experts.repeat_interleave(counts.reshape(-1), output_size=rows.shape[0])
+        made = run_experts(rows, own.unsqueeze(-1), None, *weights, first=first, **options)
+        if gathered:
+            made = exchange(rank, made, sending.parts.copies().back(), gathered)
+            made = made.view(copies, -1, made.shape[-1]).sum(0)
+        returning.append(send(rank, made, sending.parts.back(), sending.axes))
+    results = [arrived(each) for each in returning]
+    made = results[0] if len(results) == 1 else torch.cat(results)
+    made = torch.empty_like(made).index_copy(0, tokens.order, made)
+    weighted = made.view(*scores.shape, made.shape[-1]) * scores.unsqueeze(-1)
+    return weighted.sum(-2).to(made.dtype)
+
+
+def sent_experts(  # noqa: PLR0913
     rank: Rank,
     x: Tensor,
     ids: Tensor,
@@ -151,31 +321,32 @@ def sent_experts(
     *weights: Tensor | None,
     axes: tuple[int, ...],
     sent: tuple[int, ...],
+    slices: Slices | None = None,
+    num_parts: int = 1,
+    counted: tuple[str, int] | None = None,
+    placed: Placed = (),
     **options: Any,
 ) -> Tensor:
     """Compute for each of this rank's tokens the weighted sum of its experts' outputs. Experts are
     split over mesh axes ``axes``. Tokens are split over the axes ``sent`` among them, and sent to
-    their experts in one exchange; over the others the results are partial sums."""
+    their experts in ``num_parts`` exchanges; over the others the results are partial sums. The
+    ranks that hold ``slices`` of the same experts then gather each other's rows, and sum the
+    results. ``counted``: as for ``split_experts``. ``placed``: experts that not only their owner
+    computes (see ``_Placed``)."""
     assert weights[0] is not None
-    held, width = weights[0].shape[0], x.shape[-1]
-    places, place = _by_rank(rank, held, axes, sent, ids.device)
-    num_ranks, num_places = places.shape
-    every = torch.arange(places.numel(), device=ids.device)
-    slots = torch.empty_like(every).index_copy(0, places.reshape(-1), every)
-    wanted, order = slots[ids.reshape(-1)].sort(stable=True)
-    ends = torch.searchsorted(wanted, every, right=True)
-    counts = ends.diff(prepend=ends.new_zeros(1)).view(num_ranks, num_places)
-    parts, received = rank.communicator.parts(counts, sent)
-    rows = x.unsqueeze(-2).expand(*ids.shape, width).reshape(-1, width)
-    rows = exchange(rows[order], parts, sent, rank.communicator)
-    own = places[place].repeat(num_ranks)
-    own = own.repeat_interleave(received.reshape(-1), output_size=rows.shape[0]).unsqueeze(-1)
-    first, _ = part_of(rank, held, axes)
-    made = run_experts(rows, own, None, *weights, first=first, **options)
-    made = exchange(made, parts.back(), sent, rank.communicator)
-    made = torch.empty_like(made).index_copy(0, order, made)
-    weighted = made.view(*ids.shape, made.shape[-1]) * scores.unsqueeze(-1)
-    return weighted.sum(-2).to(x.dtype)
+    tokens = send_tokens(
+        rank,
+        x,
+        ids,
+        held=weights[0].shape[0],
+        axes=axes,
+        sent=sent,
+        gathered=() if slices is None else slices.gathered,
+        num_parts=num_parts,
+        counted=counted,
+        placed=placed,
+    )
+    return finish_experts(rank, tokens, scores, *weights, axes=axes, slices=slices, **options)
 
 
 def _by_rank(
@@ -189,10 +360,79 @@ def _by_rank(
     inner = [place for place, axis in enumerate(axes) if axis not in sent]
     every = torch.arange(held * prod(sizes), device=device).view(*sizes, held)
     of_ranks = every.permute(*outer, *inner, len(axes))
-    place = 0
-    for axis in sent:
-        place = place * rank.communicator.size(axis) + rank.communicator.coordinate(axis)
+    place = place_along(rank.communicator, sent)
     return of_ranks.reshape(prod(sizes[each] for each in outer), -1), place
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Placement of a layer's experts on ranks that each own equal, consecutive parts of them: the
+    slots of each expert among the ``size`` slots of each rank. This rank keeps the experts
+    ``kept``, numbered among its own, and sends the experts ``moved``.
+
+    Parameters stay with the owners. Each forward sends copies of their weights, and the backward
+    sends the gradients back, which add up at the owner.
+    """
+
+    of_expert: tuple[tuple[int, ...], ...]
+    size: int
+    kept: tuple[int, ...]
+    moved: tuple[int, ...]
+    parts: Parts
+
+    @staticmethod
+    @cache
+    def of(placed: Placed, num_ranks: int, held: int, place: int) -> _Placed:
+        """Return the placement for rank ``place`` of ``num_ranks``, which own ``held`` experts
+        each. All experts but ``placed`` are computed by their owners."""
+        places = dict(placed)
+        ranks = [places.get(expert, (expert // held,)) for expert in range(num_ranks * held)]
+        # By owner and rank, the experts that the rank computes; it has its own ones first.
+        moved = [
+            [
+                [e for e in range(owner * held, (owner + 1) * held) if rank in ranks[e]]
+                for rank in range(num_ranks)
+            ]
+            for owner in range(num_ranks)
+        ]
+        of_expert: list[list[int]] = [[] for _ in ranks]
+        size = max(sum(len(moved[o][rank]) for o in range(num_ranks)) for rank in range(num_ranks))
+        for rank in range(num_ranks):
+            owners = (rank, *(owner for owner in range(num_ranks) if owner != rank))
+            for at, expert in enumerate(e for owner in owners for e in moved[owner][rank]):
+                of_expert[expert].append(rank * size + at)
+        others = [rank for rank in range(num_ranks) if rank != place]
+        sent = tuple(len(moved[place][rank]) * (rank != place) for rank in range(num_ranks))
+        received = tuple(len(moved[rank][place]) * (rank != place) for rank in range(num_ranks))
+        return _Placed(
+            tuple(map(tuple, of_expert)),
+            size,
+            tuple(expert - place * held for expert in moved[place][place]),
+            tuple(expert - place * held for rank in others for expert in moved[place][rank]),
+            Parts(lambda: (sent, received, ())),
+        )
+
+    def slots(self, ids: Tensor) -> Tensor:
+        """Return for each token (tokens, k) the slots of its experts ``ids``, numbered over all
+        ranks. Tokens take the slots of an expert in turn."""
+        longest = max(map(len, self.of_expert))
+        padded = [[*each, *[0] * (longest - len(each))] for each in self.of_expert]
+        table = torch.tensor(padded, device=ids.device)
+        lengths = torch.tensor([len(each) for each in self.of_expert], device=ids.device)
+        tokens = torch.arange(ids[..., 0].numel(), device=ids.device).view(*ids.shape[:-1], 1)
+        return table[ids, tokens % lengths[ids]]
+
+    def weight(self, rank: Rank, weight: Tensor | None, axes: tuple[int, ...]) -> Tensor | None:
+        """Return the weights of the experts in this rank's slots; ``weight`` has those that it
+        owns. ``axes``: mesh axes of the ranks."""
+        if weight is None:
+            return None
+        rows = weight[torch.tensor(self.moved, dtype=torch.int64, device=weight.device)]
+        rows = exchange(rank, rows.flatten(1), self.parts, axes)
+        kept = weight
+        if len(self.kept) < weight.shape[0]:
+            kept = weight[torch.tensor(self.kept, dtype=torch.int64, device=weight.device)]
+        return torch.cat((kept, rows.view(-1, *weight.shape[1:])))
 
 
 @torch.library.custom_op("autoparallel::experts", mutates_args=(), schema=SCHEMA)

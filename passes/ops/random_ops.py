@@ -42,10 +42,13 @@ _UNIFORM_BITS = 24
 
 @dataclass(slots=True)
 class Draws:
-    """State of a rank's random ops: key of the training step and number of the micro-batch."""
+    """State of a rank's random ops: key of the training step and number of the micro-batch; and
+    ``routed``, the number of tokens that each expert got, by layer of experts (None: not
+    counted)."""
 
     key: int = 0
     microbatch: int = 0
+    routed: dict[str, Tensor] | None = None
 
     @contextmanager
     def repeated(self, key: int, microbatch: int) -> Iterator[None]:

@@ -31,7 +31,7 @@ from ..costs.price_cache import PriceCache
 from ..costs.prices import Prices
 from ..dims.sequence_places import find_places
 from ..errors import UsageError
-from ..evaluate.evaluate import Evaluator, Staged
+from ..evaluate.evaluate import Evaluator, Staged, with_tiles
 from ..evaluate.step import pipeline_table
 from ..graph.expert_dims import experts_of_layers
 from ..graph.graph import Block, Blocks, Graph, Ref
@@ -42,6 +42,7 @@ from ..kernels.fusion import with_fusion
 from ..kernels.product_kernels import by_masks, with_product_kernels
 from ..plan import (
     BlockPlan,
+    ExpertPlacement,
     ModelInfo,
     Plan,
     Prediction,
@@ -56,7 +57,7 @@ from ..requests.pins import Pin, by_template, check_priced, pinned_blocks
 from ..requests.request import Forced
 from ..schedules.held import MessageBytes, messages_held, sends_kept
 from ..schedules.schedules import parts_of_ranks
-from ..search.report_plan import stage_layouts
+from ..search.report_plan import stage_layouts, stage_placements
 from ..stage.stage_cost import StageCost, combine_bytes
 from ..stage.stage_model import StageModel
 from ..stage.structure import Run, Structure
@@ -184,7 +185,7 @@ class ConfigurationPricer:
             gradient_dtype=own.gradient_dtype,
         )
         nothing = Prediction(0.0, 0.0, 0.0, 0.0, 0, {})
-        return Plan(
+        found = Plan(
             model,
             cluster,
             own.num_microbatches,
@@ -197,6 +198,7 @@ class ConfigurationPricer:
             compiled=own.compiled,
             offload=own.offload,
         )
+        return with_tiles(found, structure.graph, structure.blocks, basis=self.basis)
 
     def _stage(
         self,
@@ -210,6 +212,7 @@ class ConfigurationPricer:
         here, before = ranks[index] * size, ranks[index - 1] * size
         devices = tuple(range(here, here + size))
         blocks = structure.blocks.blocks[slice(*bounds)]
+        layouts, placements = self._layouts(cluster, own, structure, (before, here), bounds)
         return StagePlan(
             tuple(
                 BlockPlan(block.name, block.kind, mode)
@@ -218,8 +221,9 @@ class ConfigurationPricer:
             devices,
             own.mesh,
             own.zero,
-            self._layouts(cluster, own, structure, (before, here), bounds),
+            layouts,
             StagePrediction({}, {}),
+            placements=placements,
         )
 
     @property
@@ -249,14 +253,16 @@ class ConfigurationPricer:
         structure: Structure,
         firsts: tuple[int, int],
         bounds: tuple[int, int],
-    ) -> Mapping[str, NodeLayout]:
-        """Return the best layouts of a stage, by node. ``firsts``: first ranks of the previous
-        stage and of this stage; ``bounds``: the stage's blocks."""
+    ) -> tuple[Mapping[str, NodeLayout], tuple[ExpertPlacement, ...]]:
+        """Return the best layouts of a stage, by node, and the placements of its experts.
+        ``firsts``: first ranks of the previous stage and of this stage; ``bounds``: the stage's
+        blocks."""
         solver, run = self._solver(cluster, own, structure, firsts), structure.run(*bounds)
         answer = solver.best(run, own.num_microbatches, 1)
         assert answer is not None, "no limit of memory or time can be exceeded"
         check_priced([answer.cost.seconds.forward_compute], self.pins)
-        return stage_layouts(structure, solver.model, answer, bounds)
+        layouts = stage_layouts(structure, solver.model, answer, bounds)
+        return layouts, stage_placements(structure, solver.model, layouts, bounds)
 
     def _solver(
         self, cluster: Cluster, own: Configuration, structure: Structure, firsts: tuple[int, int]
@@ -274,7 +280,7 @@ class ConfigurationPricer:
             default_rules,
             known[1],
             profile=self.basis.used,
-            assumptions=self.basis.assumptions,
+            assumptions=(self.basis.without_tiles if own.compiled else self.basis).assumptions,
             states=own.states,
         )
         key = (
@@ -358,8 +364,8 @@ def _check(
     configuration: Configuration, cluster: Cluster, graph: Graph, *, sends_tokens: bool
 ) -> None:
     own, total = configuration, cluster.num_devices
-    degrees = Forced(dp=own.dp, tp=own.tp, cp=own.cp, ep=own.ep)
-    check_experts(degrees, experts_of_layers(graph), own.etp)
+    degrees = Forced(dp=own.dp, tp=own.tp, cp=own.cp, ep=own.ep, etp=own.etp)
+    check_experts(degrees, experts_of_layers(graph))
     if own.num_devices != total:
         raise UsageError(
             "AP127",

@@ -19,8 +19,10 @@ from ...cost_model.profile.case import OpCase
 from ...cost_model.profile.lookup import Profile
 from ..graph.graph import Blocks
 from ..kernels.recompute import RecomputedPart
+from ..kernels.tiles import MOST_TILES
 from ..ops.experts import ExpertKernels
-from ..plan import Mode, Precision
+from ..plan import Mode, Plan, Precision
+from .expert_loads import ExpertLoads
 from .precision import EIGHT_BITS
 
 Kind = CollectiveKind | Literal["p2p", "zero_gather", "zero_scatter"]
@@ -146,16 +148,22 @@ class CostAssumptions:
     compute beside collectives of states, if not the device's; infinite if they do not overlap
     compute. ``cast_bytes``: memory traffic of casting an element to 8 bits: 2 bytes read to find
     the largest value, 2 read and 1 written for each of two layouts, as torchao does with one scale
-    per tensor. ``scaling``: scaling of 8-bit products, from
-    ``SCALINGS``. ``keeps_casts``: an 8-bit product keeps its cast input for the backward instead of
-    the input (TransformerEngine). ``regathers``: a linear layer whose weight is split by rows keeps
-    its input as split before the gather, and gathers it again in the backward (Megatron-LM's
-    sequence parallelism: arXiv:2205.05198, section 4.2.2). ``casts_experts``: in fp8 products of
-    experts are 8-bit, too. ``expert_kernels``: kernels of experts
-    (``planner.ops.experts``); unless separate, experts keep only inputs of products and
-    activations. ``dispatcher``: transport of tokens to experts. ``imbalance``: tokens of the
-    fullest rank of experts divided by the mean. ``routing``: experts that a token may visit.
-    ``copies_states``: parameters and gradients pass through buffers in ZeRO 2 and 3 (not in XLA).
+    per tensor. ``scaling``: scaling of 8-bit products, from ``SCALINGS``. ``keeps_casts``: an 8-bit
+    product keeps its cast input for the backward instead of the input (TransformerEngine).
+    ``regathers``: a linear layer whose weight is split by rows keeps its input as split before the
+    gather, and gathers it again in the backward (Megatron-LM's sequence parallelism:
+    arXiv:2205.05198, section 4.2.2). ``casts_experts``: in fp8 products of experts are 8-bit, too.
+    ``expert_kernels``: kernels of experts (``planner.ops.experts``); unless separate, experts keep
+    only inputs of products and activations. ``dispatcher``: transport of tokens to experts.
+    ``imbalance``: tokens of the fullest rank of experts divided by the mean; measured ``loads`` say
+    it for each layer. ``hides_exchanges``: tokens are sent while other ops run, maybe in halves
+    (``cost_model.collectives.dispatch``). ``routing``: experts that a token may visit.
+    ``plain_slices``: as in Megatron-LM, slices of experts have the same columns of both halves of
+    their first product, and one message has the counts of all ranks that share experts; else ranks
+    exchange columns (``planner.ops.experts``), gather counts, and gather rows by exchanges.
+    ``tiles``: most tiles in which full recomputation runs the last ops of a block
+    (``planner.kernels.tiles``). ``copies_states``: parameters and gradients pass through buffers in
+    ZeRO 2 and 3 (not in XLA).
     ``attention``: kernel of fused attention, if a device has an efficiency for it.
     """
 
@@ -170,9 +178,13 @@ class CostAssumptions:
     expert_kernels: ExpertKernels = "separate"
     dispatcher: Dispatcher = "gather"
     imbalance: float = 1.0
+    hides_exchanges: bool = False
+    loads: ExpertLoads | None = None
     routing: Routing = "any"
+    plain_slices: bool = False
     copies_states: bool = True
     attention: AttentionKernel = "flash"
+    tiles: int = 1
 
     @property
     def keeps_sent(self) -> bool:
@@ -189,7 +201,7 @@ class CostAssumptions:
         return self.dispatcher != "gather"
 
 
-RUNTIME = CostAssumptions(dispatcher="alltoall")
+RUNTIME = CostAssumptions(dispatcher="alltoall", hides_exchanges=True, tiles=MOST_TILES)
 """Assumptions that hold for this package's own runtime."""
 
 
@@ -213,6 +225,15 @@ class Basis:
         """Profile that prices are taken from; None without one, or in mode "analytic"."""
         return None if self.mode == "analytic" else self.profile
 
+    @property
+    def without_tiles(self) -> Basis:
+        """Return the same source of prices for a program that runs no ops tile by tile."""
+        return replace(self, assumptions=replace(self.assumptions, tiles=1))
+
+    def assumptions_in(self, plan: Plan) -> CostAssumptions:
+        """Return the assumptions about the program that runs ``plan``."""
+        return replace(self.assumptions, tiles=min(self.assumptions.tiles, plan.tiles))
+
 
 DEFAULT = Basis()
 """Basis without measurements."""
@@ -234,7 +255,7 @@ class System:
     assumptions: CostAssumptions
 
 
-_SHARED = CostAssumptions(expert_kernels="activation", dispatcher="alltoall")
+_SHARED = CostAssumptions(expert_kernels="activation", dispatcher="alltoall", plain_slices=True)
 
 _SYSTEMS: Mapping[SystemName, System] = {
     "run": System("autoparallel run", "eager", False, RUNTIME),

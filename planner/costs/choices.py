@@ -3,7 +3,7 @@
 In: a node, the rules, a mesh, and restrictions of its axes. Out: the node's layouts with the
 collectives they need inside. Only combinations whose splits divide every tensor are offered; of two
 with equal layouts the first in the rules' order is kept, but causal attention is offered both
-balanced and not.
+balanced and not, and tokens are offered sent to experts at once and in halves.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from ..dims.batch import rows_apart
 from ..graph.expert_dims import (
+    FIRST_WEIGHT,
     ExpertDims,
     by_experts,
     expert_dims,
@@ -25,9 +26,11 @@ from ..graph.expert_dims import (
 from ..graph.graph import Graph, Node, TensorSpec
 from ..graph.layout import (
     BALANCED,
+    HALVED,
     INVARIANT,
     REPLICATE,
     SENT,
+    SLICED,
     AxisStrategy,
     InnerCollective,
     Layout,
@@ -37,11 +40,12 @@ from ..graph.layout import (
     balanced_axes,
     combine,
     divides,
+    is_halved,
     keeps_groups,
     shard,
 )
 from ..graph.positions import Dims, by_entries, features_only, position_dims, positions_where_whole
-from ..ops.experts import SLICED, group_limit, sent_strategies
+from ..ops.experts import group_limit, sent_strategies
 from ..requests.features import Features, allowed
 from ..requests.pins import Pins, keep_pinned
 from .conversions import batch_split, batch_whole, parameters_split, positions_split
@@ -144,7 +148,8 @@ def _matching_strategies(
     found: dict[tuple[object, ...], NodeStrategy] = {}
     for chosen in product(*per_axis):
         strategies = tuple(strategy for _, strategy in chosen)
-        if not keeps_groups(strategies, sizes):
+        labels = {strategy.label for strategy in strategies}
+        if not keeps_groups(strategies, sizes) or labels >= {SENT, HALVED}:
             continue
         layout = combine(strategies)
         if not specs:
@@ -152,7 +157,7 @@ def _matching_strategies(
         if not _divides(layout, specs, node.outputs, sizes):
             continue
         num_inner = sum(len(each.collectives) for each in strategies)
-        key = (layout.inputs, layout.outputs, balanced_axes(layout))
+        key = (layout.inputs, layout.outputs, balanced_axes(layout), is_halved(layout))
         if key not in found or num_inner < found[key].num_inner:
             found[key] = NodeStrategy(layout, tuple(number for number, _ in chosen), num_inner)
     return tuple(found.values())
@@ -227,9 +232,10 @@ def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[
         found = prices.rules.axis_strategies(node, graph, size)
         if not own.sends_tokens:
             return found
-        return (*sent_strategies(node, input_specs(node, graph), size, limit), *found)
+        specs, in_halves = input_specs(node, graph), own.hides_exchanges
+        return (*sent_strategies(node, specs, size, limit, in_halves=in_halves), *found)
 
-    return find(prices.cache.strategies, (form, size, limit), make)
+    return find(prices.cache.strategies, (form, size, limit, own.hides_exchanges), make)
 
 
 def _form(node: Node, graph: Graph, prices: Prices) -> int:
@@ -262,7 +268,7 @@ def _axis_strategies(
         return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
     strategies = strategies_of(node, graph, size, prices)
     if is_expert_layer(node):
-        strategies = _sending(strategies, axis, restriction)
+        strategies = expert_strategies(node, graph, axis, prices, restriction)
     if axis in restriction.tokens and node.name in routers_of(graph, prices):
         return positions_split(
             node, batch_whole(node, graph, strategies), dims_on(graph, size, prices)
@@ -275,7 +281,7 @@ def _axis_strategies(
     if axis in restriction.split_experts:
         by_rows = batch_split(node, batch_dims(graph, prices), strategies)
         found = by_experts(node, strategies, by_rows, experts_on(graph, size, prices))
-        return tuple(each for each in found if each.label == SENT) or found
+        return tuple(each for each in found if each.label in (SENT, HALVED)) or found
     if axis in restriction.split_parameters:
         fitting = batch_whole(node, graph, strategies)
         if restriction.sequence_parallel is None:
@@ -287,15 +293,23 @@ def _axis_strategies(
     return strategies
 
 
-def _sending(
-    strategies: tuple[AxisStrategy, ...], axis: int, restriction: Restriction
+def expert_strategies(
+    node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of an expert layer that may send tokens as the restriction says."""
+    """Return the permitted strategies of an expert layer. If the solver decides, it slices experts
+    only where they are too few for the ranks: else tokens sent to whole experts are fewer bytes."""
+    strategies = strategies_of(node, graph, prices.mesh.shape[axis], prices)
     if restriction.folded is None or axis in restriction.split_experts:
-        return tuple(each for each in strategies if each.label != SLICED)
-    label = SENT if axis in restriction.folded else SLICED if axis in restriction.sliced else None
-    own = tuple(each for each in strategies if each.label == label)
-    return own or tuple(each for each in strategies if each.label not in (SENT, SLICED))
+        ranks = prices.mesh.num_ranks([*{axis, *restriction.split_experts}])
+        is_few = graph.spec(node.inputs[FIRST_WEIGHT]).shape[0] % ranks > 0
+        slices = is_few and axis not in restriction.given
+        return tuple(each for each in strategies if slices or each.label != SLICED)
+    sliced = (SLICED,) if axis in restriction.sliced else ()
+    labels = (SENT, HALVED) if axis in restriction.folded else sliced
+    own = tuple(each for each in strategies if each.label in labels)
+    if sliced and restriction.sequence_parallel:
+        own = tuple(each for each in own if each.inputs[0].is_shard)
+    return own or tuple(each for each in strategies if each.label not in (SENT, HALVED, SLICED))
 
 
 def routers_of(graph: Graph, prices: Prices) -> frozenset[str]:

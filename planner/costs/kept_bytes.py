@@ -33,7 +33,7 @@ from ..graph.layout import Layout, NodeLayout
 from ..kernels.recompute import RECOMPUTE_MODES as RECOMPUTE_MODES
 from ..kernels.recompute import Replay as Replay
 from ..kernels.recompute import find_replay
-from ..kernels.slices import last_region
+from ..kernels.tiles import last_region
 from ..ops.case import packet
 from ..ops.catalog import spec_of
 from ..ops.experts import as_run
@@ -69,6 +69,9 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
     extra = prices.rules.saved_extra_bytes(run, *local)
     if is_expert_layer(node) and prices.assumptions.expert_kernels != "separate":
         extra = int(_fused_experts_bytes(run, local[0], prices))
+    if is_expert_layer(node):
+        spread = prices.spread(node, input_specs(node, graph), layout)
+        extra = int(spread.busiest * extra) + spread.copied_bytes
     if extra:
         found[f"{node.name}:extra", int(extra)] = None
     return tuple(found)
@@ -83,7 +86,7 @@ def _fused_experts_bytes(node: Node, inputs: Sequence[TensorSpec], prices: Price
     factor = prices.cast_element_bytes if prices.casts_experts else tokens.itemsize
     made = 0 if "moe_act" in prices.assumptions.recomputed else made
     row = factor * (tokens.shape[-1] + made) + tokens.itemsize * read
-    return prices.assumptions.imbalance * expert_pairs(node, inputs) * row
+    return expert_pairs(node, inputs) * row
 
 
 def _gathered_over(ref: Ref, node: Node, layout: NodeLayout, prices: Prices) -> int:
@@ -216,8 +219,8 @@ def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> 
 
 @dataclass(frozen=True, slots=True)
 class LastOps:
-    """Last ops of a block that full recomputation runs in ``count`` slices; ``weights``: what all
-    slices read, whose gradients are added up."""
+    """Last ops of a block that full recomputation runs in ``count`` tiles; ``weights``: what all
+    tiles read, whose gradients are added up."""
 
     names: frozenset[str] = frozenset()
     count: int = 1
@@ -229,24 +232,23 @@ class LastOps:
 
 
 WHOLE = LastOps()
-"""No op runs slice by slice."""
+"""No op runs tile by tile."""
 
 
 def last_ops(block: Block, graph: Graph, prices: Prices) -> LastOps:
-    """Return the ops of a block that full recomputation runs slice by slice on the mesh: none in
-    programs of other systems. Cached."""
-    parts, num_rows = prices.mesh.row_parts, graph.batch_size
-    if num_rows % parts or prices.assumptions.recomputed:
+    """Return the ops of a block that full recomputation runs tile by tile on the mesh, if not all
+    ranks have their own share of the rows. Cached. The runtime still runs them whole in layouts in
+    which no tile can be placed (``passes.local.tiles``)."""
+    mesh, most = prices.mesh, prices.assumptions.tiles
+    if most == 1 or prices.own:
         return WHOLE
-    num_rows //= parts
-    key = block.nodes[0], min(num_rows, 2)
+    key = block.nodes[0], min(graph.batch_size // mesh.row_parts, 2)
     region = find(
         prices.cache.last_regions,
         key,
-        lambda: last_region(block.nodes, graph, prices.rules, num_rows),
+        lambda: last_region(block.nodes, graph, prices.rules, mesh),
     )
-    positions = dict(zip(prices.mesh.axes, prices.mesh.shape, strict=True)).get("cp", 1)
-    count = 1 if region is None else region.num_slices(num_rows, positions)
+    count = 1 if region is None else region.num_tiles(mesh, graph.batch_size, most)
     if region is None or count == 1:
         return WHOLE
     weights = (ref for ref, placement in region.entries.items() if not placement.is_shard)
@@ -257,8 +259,8 @@ def again_parts(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices, last: LastOps
 ) -> tuple[Part, ...]:
     """Return (storage, bytes per rank) of the tensors of an op that a fully recomputed block holds
-    at a time in its backward: those that autograd keeps, of one slice where ``last`` ops run slice
-    by slice, and the sums of gradients of these ops' weights."""
+    at a time in its backward: those that autograd keeps, of one tile where ``last`` ops run tile
+    by tile, and the sums of gradients of these ops' weights."""
     saved = saved_parts(node, layout, graph, prices)
     if node.name not in last.names:
         return saved

@@ -21,8 +21,8 @@ from ..graph.layout import AxisStrategy, Layout, Mesh
 from ..graph.positions import Dims
 from ..integer_programs.program import Floats, Ints
 from ..kernels.recompute import Replay
-from ..kernels.slices import SlicedRegion
-from .seconds import Priced
+from ..kernels.tiles import TiledRegion
+from .seconds import ExpertSpread, Priced
 
 if TYPE_CHECKING:
     from ..intra_op.elimination import Order
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..stage.stage_model import Options, Targets
     from ..stage.terms import PlacedTerm, Term
     from .conversions import Changes
+    from .kept_bytes import LastOps
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -91,6 +92,7 @@ class PriceCache:
     routers: dict[int, frozenset[str]] = field(default_factory=dict)
     ops: dict[tuple[object, ...], Priced] = field(default_factory=dict)
     collectives: dict[tuple[object, ...], Priced] = field(default_factory=dict)
+    spreads: dict[tuple[object, ...], ExpertSpread] = field(default_factory=dict)
     messages: dict[tuple[int, Group, Profile | None], Priced] = field(default_factory=dict)
     updates: dict[tuple[object, ...], Priced] = field(default_factory=dict)
     conversions: dict[MeshKey, ConversionCache] = field(default_factory=dict)
@@ -100,9 +102,10 @@ class PriceCache:
     numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
     classes: dict[str, int] = field(default_factory=dict)
     forms: dict[tuple[int, int], int] = field(default_factory=dict)
-    strategies: dict[tuple[int, int, GroupLimit], tuple[AxisStrategy, ...]] = field(
+    strategies: dict[tuple[int, int, GroupLimit, bool], tuple[AxisStrategy, ...]] = field(
         default_factory=dict
     )
+    beside: dict[tuple[str, ...], Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     rows_apart: dict[int, Mapping[str, tuple[int | None, ...]]] = field(default_factory=dict)
     classes_of: ByIdentity[list[str]] = field(default_factory=ByIdentity)
     offers: ByIdentity[int] = field(default_factory=ByIdentity)
@@ -111,14 +114,14 @@ class PriceCache:
     storages: dict[int, Mapping[tuple[str, int], tuple[str, int]]] = field(default_factory=dict)
     from_parameters: dict[str, bool] = field(default_factory=dict)
     replays: ByIdentity[Replay] = field(default_factory=ByIdentity)
-    last_regions: dict[tuple[str, int], SlicedRegion | None] = field(default_factory=dict)
+    last_regions: dict[tuple[str, int], TiledRegion | None] = field(default_factory=dict)
 
     spaces: dict[tuple[object, ...], DecisionSpace] = field(default_factory=dict)
     traits: dict[tuple[object, ...], Any] = field(default_factory=dict)
     held_choices: dict[tuple[str, tuple[Layout, ...]], tuple[Choice, ...]] = field(
         default_factory=dict
     )
-    held: dict[tuple[int, tuple[int, ...]], dict[tuple[object, ...], OpStorages]] = field(
+    held: dict[tuple[int, tuple[int, ...], LastOps], dict[tuple[object, ...], OpStorages]] = field(
         default_factory=dict
     )
     kinds: ByIdentity[KindModel] = field(default_factory=ByIdentity)

@@ -102,6 +102,33 @@ class Priced(NamedTuple):
     forward_issue: float = 0.0
     backward_issue: float = 0.0
 
+    def at_least_twice(self, half: Priced) -> Priced:
+        """Return the price of running two halves of the op, which is at least that of the whole."""
+        return Priced(
+            max(self.forward, 2 * half.forward),
+            max(self.backward, 2 * half.backward),
+            self.source,
+            2 * half.forward_issue,
+            2 * half.backward_issue,
+        )
+
+
+class ExpertSpread(NamedTuple):
+    """Balance of a layer of experts between ranks. ``busiest``: tokens that the busiest rank
+    computes / the mean; ``busiest_sent``: tokens that it receives / the mean.
+
+    Each rank computes up to ``copies`` experts of other ranks, in an operand of ``copied_bytes``
+    that takes ``copying_seconds`` to fill; ``moved_bytes``: size of an all-to-all of the copies'
+    weights.
+    """
+
+    busiest: float
+    busiest_sent: float
+    copies: int = 0
+    copied_bytes: int = 0
+    moved_bytes: float = 0.0
+    copying_seconds: float = 0.0
+
 
 class StateBytes(NamedTuple):
     """Bytes on a rank of a parameter, its gradient and its optimizer states, and ``gathered``:

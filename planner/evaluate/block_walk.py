@@ -29,6 +29,7 @@ from ..costs.kept_bytes import (
     weight_grad_seconds,
     working_bytes,
 )
+from ..costs.others_beside import seconds_beside
 from ..costs.prices import Prices, Seconds, StateBytes
 from ..graph.graph import Block, Blocks, Graph, Node, Ref
 from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, conversion_steps
@@ -77,7 +78,8 @@ class BlockCost:
     ``receive_seconds``: forward and backward. ``late_seconds``: computing weight gradients, if the
     backward is split; ``late_bytes`` are kept for it. ``gathered_bytes``: gathered parameters and
     recomputed values. ``batch_bytes``: the part of ``kept_bytes`` that depends on the batch.
-    ``values``: layouts of ``Reads.values``.
+    ``values``: layouts of ``Reads.values``. ``hidden_seconds``: exchanges of tokens with experts
+    beside compute.
     """
 
     seconds: Seconds
@@ -90,6 +92,7 @@ class BlockCost:
     gathered_bytes: float
     batch_bytes: float
     values: tuple[Layout, ...]
+    hidden_seconds: float
 
 
 def block_cost(reads: Reads, layouts: Layouts, mode: Recompute, setting: StageFacts) -> BlockCost:
@@ -109,6 +112,7 @@ class _BlockWalk:
     late: list[float] = field(default_factory=lambda: [0.0, 0.0])
     working_bytes: float = 0.0
     batch_bytes: float = 0.0
+    hidden_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.graph, self.prices = self.setting.graph, self.setting.prices
@@ -116,8 +120,8 @@ class _BlockWalk:
         self.made = {ref: layout for ref, layout in values if layout is not None}
         self.parameters = dict(zip(self.reads.parameters, self.layouts.parameters, strict=True))
         self.replay = replay(self.reads.block, self.graph, self.prices)
-        is_full = self.mode == "full"
-        self.last = last_ops(self.reads.block, self.graph, self.prices) if is_full else WHOLE
+        is_tiled = self.mode == "full" and not self.setting.splits
+        self.last = last_ops(self.reads.block, self.graph, self.prices) if is_tiled else WHOLE
         self.skipped = self.replay.skipped.get(self.mode, frozenset(self.reads.block.nodes))
         self.leaves = dict(zip(self.reads.leaves, self.layouts.leaves, strict=True))
 
@@ -144,6 +148,7 @@ class _BlockWalk:
             GATHERED_BLOCKS * total.gathered + again_bytes,
             self.batch_bytes,
             tuple(self.made[ref] for ref in self.reads.values),
+            self.hidden_seconds,
         )
 
     def _add(self, seconds: Seconds) -> None:
@@ -214,13 +219,17 @@ class _BlockWalk:
 
     def _op(self, node: Node, layout: NodeLayout) -> None:
         inner = inner_collectives(node, self.graph, self.prices, layout)
-        own = self.prices.op(node, input_specs(node, self.graph), layout, inner)
+        specs = input_specs(node, self.graph)
+        beside = seconds_beside(node, self.reads.block.nodes, self.graph, self.prices)
+        own = self.prices.op(node, specs, layout, inner, beside)
         self._add(own)
+        self.hidden_seconds += sum(self.prices.exchanges(node, specs, layout, inner, beside).hidden)
         if self.mode == "none":
             return
         is_skipped = node.name in self.skipped
         if not (is_skipped and self.prices.assumptions.keeps_sent):
-            self._add(Seconds(backward_communication=own.forward_communication))
+            rerun = self.prices.op(node, specs, layout, inner)  # without the ops beside it
+            self._add(Seconds(backward_communication=rerun.forward_communication))
         if not is_skipped:
             again = Seconds(backward_compute=own.forward_compute, backward_issue=own.forward_issue)
             self._add(again)

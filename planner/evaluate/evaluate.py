@@ -15,13 +15,14 @@ from ...cost_model.cluster.cluster import Cluster, Source
 from ...cost_model.simulator.timeline import Timeline
 from .. import ops as default_rules
 from ..costs.basis import DEFAULT, Basis, CostQueries
+from ..costs.kept_bytes import last_ops
 from ..costs.precision import with_precision
 from ..costs.price_cache import PriceCache
 from ..costs.prices import Prices, Rules
 from ..errors import PlanError
 from ..graph.graph import Blocks, Graph
 from ..plan import Plan, Precision, ProfileUse, StagePlan, StagePrediction
-from ..schedules.held import HalfPairs, half_pairs, stage_half_pairs
+from ..schedules.held import HalfPairs, half_pairs, splits, stage_half_pairs
 from ..stage.branches import StagePlacement, WeightedEdges, stage_depths, stage_edges, stage_starts
 from ..stage.stage_cost import TRANSIENT, StageCost
 from ..variants.gradient_sums import order_gain, with_sum_seconds
@@ -367,9 +368,25 @@ def stage_prices(
         asked=asked,
         only=basis.only,
         own=ranks,
-        assumptions=basis.assumptions,
+        assumptions=basis.assumptions_in(plan),
         states=plan.states,
     )
+
+
+def with_tiles(
+    plan: Plan, graph: Graph, blocks: Blocks, *, rules: Rules = default_rules, basis: Basis
+) -> Plan:
+    """Return ``plan`` with the most tiles in which its fully recomputed blocks can run their last
+    ops: one if it recomputes no block fully, is compiled or defers weight gradients."""
+    plan, counts = replace(plan, tiles=basis.assumptions.tiles), [1]
+    if not (plan.compiled or splits(plan.schedule)):
+        graph, cache = at_microbatch(graph, plan), PriceCache()
+        for stage in plan.stages:
+            own = stage.devices if stage.shares else ()
+            prices = stage_prices(plan, stage, own, cache, rules=rules, basis=basis)
+            kinds = {block.kind for block in stage.blocks if block.recompute == "full"}
+            counts += [last_ops(blocks.kinds[kind], graph, prices).count for kind in kinds]
+    return replace(plan, tiles=max(counts))
 
 
 PARTS = ("compute", "communication")

@@ -77,6 +77,8 @@ class Walked:
             prices.policy,
             prices.profile,
             prices.only,
+            prices.assumptions.tiles,
+            setting.splits,
             setting.graph.batch_size,
             setting.zero,
             setting.slices,
@@ -147,6 +149,7 @@ class StageWalk:
             late if self.setting.splits else None,
             self._groups(),
             self.prices.shares_links,
+            sum(each.hidden_seconds for each in self.found),
         )
 
     def _groups(self) -> Groups:

@@ -238,6 +238,7 @@ def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
     own = cost.seconds
     exposed = sum(cost.exposed_states)
     late = {} if cost.late_seconds is None else {"weight_gradients": cost.late_seconds}
+    beside = {"hidden_exchanges": cost.hidden_exchanges} if cost.hidden_exchanges else {}
     return StagePrediction(
         seconds={
             "forward": cost.forward_seconds,
@@ -254,6 +255,7 @@ def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
             "send": send_seconds,
             "receive": sum(cost.receive_seconds),
             **late,
+            **beside,
         },
         memory_bytes={name: round(value) for name, value in cost.memory_bytes.items()},
     )

@@ -418,6 +418,25 @@ SENT = "sent"
 """Label of a layer of experts on an axis whose ranks have their own tokens and their own experts:
 see ``ops.experts``."""
 
+HALVED = "sent in halves"
+"""Label of a layer of experts as in ``SENT`` whose rows travel in two exchanges: the experts
+compute one half while the other is under way."""
+
+
+def sent_axes(layout: NodeLayout) -> tuple[int, ...]:
+    """Return the mesh axes on which ranks send tokens to each other's experts."""
+    return tuple(axis for axis, label in enumerate(layout.labels) if label in (SENT, HALVED))
+
+
+def is_halved(layout: NodeLayout) -> bool:
+    """Return whether the rows of a layer of experts travel in two exchanges."""
+    return HALVED in layout.labels
+
+
+SLICED = "sliced"
+"""Label of a layer of experts on an axis whose ranks have a slice of each expert: see
+``ops.experts``."""
+
 
 def balanced_axes(layout: NodeLayout) -> tuple[int, ...]:
     """Return the mesh axes on which pairs of ranks swap halves of the queries of a causal
@@ -439,11 +458,12 @@ def split_axes(layout: NodeLayout) -> set[int]:
 
 def splits(layout: NodeLayout) -> tuple[tuple[int, ...], ...]:
     """Return a key of a node's layouts: for each tensor the dimension split on each axis (-1 for
-    none), then the axes that balance attention. It determines compute and kept bytes."""
+    none), then the axes that balance attention, and whether tokens are sent in halves. It
+    determines compute and kept bytes."""
     dims = [
         tuple([placement.dim for placement in each]) for each in (*layout.inputs, *layout.outputs)
     ]
-    return (*dims, balanced_axes(layout))
+    return (*dims, balanced_axes(layout), (int(is_halved(layout)),))
 
 
 def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:

@@ -207,7 +207,7 @@ def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]
     cp, ep = forced.cp or 1, forced.ep or 1
     for tp in divisors(num_devices // cp) if num_devices % cp == 0 else ():
         dp = num_devices // (tp * cp)
-        data_ep = ep if forced.dp is None else folded_axes(ep, dp, tp, cp)[1]
+        data_ep = ep if forced.dp is None else folded_axes(ep, dp, tp, cp, forced.etp)[1]
         if forced.dp not in (None, dp) or forced.tp not in (None, tp) or dp % data_ep:
             continue
         if host_size > 1 and host_size % tp and forced.tp is None and forced.dp is None:
@@ -239,10 +239,12 @@ def restriction(mesh: Mesh, forced: Forced) -> Restriction:
 
     cp, ep = axis_of("cp"), axis_of("ep")
     folded: tuple[int, ...] | None = None
-    if forced.ep is not None:
+    sliced = (forced.etp or 1) > 1
+    if forced.ep is not None or sliced:
         sizes = dict(zip(mesh.axes, mesh.shape, strict=True))
         dp = sizes.get("dp", 1) * sizes.get("ep", 1)
-        names, _ = folded_axes(forced.ep, dp, sizes.get("tp", 1), sizes.get("cp", 1))
+        degrees = (forced.ep or 1, dp, sizes.get("tp", 1), sizes.get("cp", 1))
+        names, _ = folded_axes(*degrees, forced.etp)
         folded = tuple(of[name] for name in names)
     return Restriction(
         axis_of("dp"),
@@ -251,4 +253,5 @@ def restriction(mesh: Mesh, forced: Forced) -> Restriction:
         cp,
         split_experts=ep,
         folded=folded,
+        sliced=axis_of("tp") if sliced else (),
     )

@@ -99,7 +99,7 @@ class Pool:
     _totals: dict[int, Floats] = field(default_factory=dict)
     _rows: dict[CostRow, Floats] = field(default_factory=dict)
     _transient_bytes: list[Floats] = field(default_factory=list)
-    _sliced_bytes: list[float] = field(default_factory=list)
+    _tiled_bytes: list[float] = field(default_factory=list)
     """By solution, the bytes of its largest op that full recomputation saves."""
     _per_byte: list[tuple[float, float]] = field(default_factory=list)
 
@@ -114,8 +114,8 @@ class Pool:
             table = StageTable(self._problem, choices)
             self.entries[choices] = Entry(table, solution)
             self._transient_bytes.append(table.transient_bytes)
-            is_sliced = "full" in self._recomputing
-            self._sliced_bytes.append(table.sliced_bytes if is_sliced else 0.0)
+            is_tiled = "full" in self._recomputing
+            self._tiled_bytes.append(table.tiled_bytes if is_tiled else 0.0)
             self._per_byte.append(table.seconds_per_byte(self._recomputing))
         return self.entries[choices]
 
@@ -142,7 +142,7 @@ class Pool:
             at, place = divmod(int((fitting <= least * SAME).argmax()), len(zeros))
             setting = replace(base, zero=zeros[place])
             best = PooledSolution(self._listed[at], setting, least)
-        least_over = over - np.array(self._sliced_bytes)[:, None]
+        least_over = over - np.array(self._tiled_bytes)[:, None]
         lower = np.maximum(seconds, self._lower_bounds(hidden, least_over, kept, in_flight))
         wanted = np.flatnonzero(~fits & (lower * SAME < least))
         if len(wanted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -56,6 +57,24 @@ BY_NAME = {spec.name: spec for spec in SPECS}
 def spec_named(name: str) -> OpSpec:
     """Return the record of an op by its name without namespace and overload (``packet``)."""
     return BY_NAME.get(name, UNKNOWN if name else CUSTOM)
+
+
+def is_pointwise(name: str) -> bool:
+    """Return whether each entry of an op's result is known to depend on the same entry of its
+    inputs alone.
+
+    >>> is_pointwise("silu"), is_pointwise("add"), is_pointwise("softmax")
+    (True, True, False)
+    """
+    rule = spec_named(name).rule
+    if rule is None:
+        return False
+    return rule in (elementwise.SUM.rule, elementwise.QUOTIENT.rule) or (
+        _POINTWISE.fullmatch(rule.annotation) is not None
+    )
+
+
+_POINTWISE = re.compile(r"[*+,\[\] ]+[-=]> \*")
 
 
 def spec_of(node: Node) -> OpSpec:

@@ -4,8 +4,12 @@ In: a layer of experts (``passes.ops.experts``), an axis. Out: strategies in whi
 own tokens, and a rank's call of the layer with its received tokens.
 
 In ``SENT`` each rank also has its own experts. Tokens are sent to their experts and results back,
-and so are their gradients. In ``SLICED`` each rank has a slice of each expert: the ranks of the
-axis gather the tokens that any of them received, and sum the results.
+and so are their gradients; in ``HALVED`` in two exchanges, each beside the compute of the other
+half. In ``SLICED`` each rank has a slice of each expert's inner width: the ranks of the axis gather
+the tokens that any of them received, and sum the results; on an axis whose ranks have the same
+tokens, the results are partial sums. The columns that the activation reads together must be in one
+slice (``column_order``): if one half of the columns follows the other, the ranks first exchange
+columns of the first product.
 
 Memory traffic, beside that of the products, of a layer at local shapes and its division into
 kernels: for each (token, expert) pair, a row as wide as the token is copied to the expert and the
@@ -19,6 +23,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
@@ -27,9 +32,13 @@ from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer
 from ..graph.graph import Graph, Node, TensorSpec
 from ..graph.layout import (
     BALANCED,
+    HALVED,
+    PARTIAL,
     REPLICATE,
     SENT,
+    SLICED,
     AxisStrategy,
+    Collective,
     InnerCollective,
     NodeLayout,
     Placement,
@@ -37,12 +46,8 @@ from ..graph.layout import (
 )
 from .attention import BALANCED_ATTENTION
 from .case import argument, packet
-from .catalog import spec_named
+from .catalog import is_pointwise, spec_named
 from .products import expert_pairs
-
-SLICED = "sliced"
-"""Label of a layer of experts on an axis whose ranks have their own tokens and a slice of each
-expert."""
 
 ExpertKernels = Literal["separate", "activation", "one"]
 """Division into kernels. ``separate``: every elementwise op is a kernel, as in eager code and in
@@ -50,24 +55,27 @@ Megatron-LM if experts have biases. ``activation``: all ops between the products
 ``one``: they are part of the products' kernels, as in cuDNN's grouped products with an
 activation."""
 
-LOCAL_KERNELS, SENT_KERNELS = (23, 16), (46, 23)
+KERNELS = ((23, 16), (46, 23), (35, 20))
 """Kernels (forward, backward) of a layer without biases, beside its activation: of this package's
-op on the rank's own tokens, and with tokens that are sent."""
+op on the rank's own tokens, on tokens that are sent, and on each half of them."""
 
 
 def sent_strategies(
-    node: Node, inputs: Sequence[TensorSpec], axis_size: int, limit: GroupLimit = (1, 1)
+    node: Node,
+    inputs: Sequence[TensorSpec],
+    axis_size: int,
+    limit: GroupLimit = (1, 1),
+    *,
+    in_halves: bool = False,
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of an expert layer with tokens sent to experts; none for other
-    nodes."""
+    """Return the strategies of an expert layer with tokens sent to experts; none for other nodes.
+    ``in_halves``: tokens may be sent in two exchanges."""
     if axis_size == 1 or not is_expert_layer(node):
         return ()
-    return tuple(
-        strategy
-        for dim, size in enumerate(inputs[0].shape[:-1])
-        if size % axis_size == 0
-        for strategy in _of_experts(node, inputs, axis_size, limit, shard(dim))
-    )
+    own = [shard(dim) for dim, size in enumerate(inputs[0].shape[:-1]) if size % axis_size == 0]
+    sent = [each for at in own for each in _sent(node, inputs, axis_size, limit, at)]
+    sent = [each for each in sent if in_halves or each.label != HALVED]
+    return (*sent, *_sliced(node, inputs, axis_size, own))
 
 
 def group_limit(node: Node, graph: Graph) -> GroupLimit:
@@ -92,43 +100,111 @@ def group_limit(node: Node, graph: Graph) -> GroupLimit:
     return 1, 1
 
 
-def _of_experts(
+def _sent(
     node: Node,
     inputs: Sequence[TensorSpec],
     axis_size: int,
     limit: GroupLimit,
     own: Placement,
 ) -> Iterator[AxisStrategy]:
-    """Yield the strategies in which a rank's own tokens are split off as ``own``."""
+    """Yield the strategy ``SENT`` in which a rank's own tokens are split off as ``own``."""
     tokens, ids, weights = inputs[0], inputs[1], inputs[FIRST_WEIGHT:]
-    directions = (False, True) if tokens.requires_grad else (False,)
-    copies, data = ids.shape[-1], (own,) * FIRST_WEIGHT
     if all(each.shape[0] % axis_size == 0 for each in weights):
         sent = tuple(
-            InnerCollective("dispatch", spec.num_bytes, backward, copies=copies, limit=limit)
-            for backward in directions
+            InnerCollective("dispatch", spec.num_bytes, backward, copies=ids.shape[-1], limit=limit)
+            for backward in _directions(tokens)
             for spec in (tokens, node.spec)
         )
-        yield AxisStrategy(SENT, (*data, *(shard(0) for _ in weights)), (own,), sent)
-    parts = [_hidden(each, at, tokens.shape[-1]) for at, each in enumerate(weights)]
-    if all(dim is None or weights[at].shape[dim] % axis_size == 0 for at, dim in enumerate(parts)):
-        received, made = copies * tokens.num_bytes, copies * node.spec.num_bytes
-        moved = [InnerCollective("all_gather", received), InnerCollective("reduce_scatter", made)]
-        if tokens.requires_grad:
-            moved += [
-                InnerCollective("all_gather", made, backward=True),
-                InnerCollective("reduce_scatter", received, backward=True),
-            ]
-        held = (REPLICATE if dim is None else shard(dim) for dim in parts)
-        yield AxisStrategy(SLICED, (*data, *held), (own,), tuple(moved))
+        held = tuple(shard(0) for _ in weights)
+        for label in (SENT, HALVED):
+            yield AxisStrategy(label, (*(own,) * FIRST_WEIGHT, *held), (own,), sent)
 
 
-def _hidden(weight: TensorSpec, at: int, width: int) -> int | None:
-    """Return the dimension of an expert weight that is the MLP's inner width; None for the second
-    bias, which lacks it. ``at``: index of the weight among the expert weights."""
-    if len(weight.shape) == 2:
-        return 1 if at == 2 else None
-    return 1 if weight.shape[2] == width else 2
+def _sliced(
+    node: Node, inputs: Sequence[TensorSpec], axis_size: int, own: Sequence[Placement]
+) -> Iterator[AxisStrategy]:
+    """Yield the strategies ``SLICED``: with a rank's own tokens split off as each of ``own``, and
+    with the same tokens on all ranks."""
+    tokens, copies, weights = inputs[0], inputs[1].shape[-1], inputs[FIRST_WEIGHT:]
+    dims, order = _inner_dims(node), column_order(argument(node, 7, "activation"))
+    widths = [each.shape[dim] for each, dim in zip(weights, dims, strict=True) if dim is not None]
+    factor = 1 if order == "same" else 2
+    if order is None or widths[0] != factor * widths[1] or widths[1] % axis_size:
+        return
+    directions = _directions(tokens)
+    made = copies * tokens.num_bytes // tokens.shape[-1] * widths[0] // axis_size
+    inner = [InnerCollective("all_to_all", made, back) for back in directions]
+    inner = inner if order == "halves" else []
+    held = tuple(REPLICATE if dim is None else shard(dim) for dim in dims)
+    kinds: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+    rows = copies * tokens.num_bytes
+    moved = [InnerCollective(kind, rows, back) for back in directions for kind in kinds]
+    for data in own:
+        yield AxisStrategy(SLICED, (*(data,) * FIRST_WEIGHT, *held), (data,), (*moved, *inner))
+    same = (REPLICATE,) * FIRST_WEIGHT
+    yield AxisStrategy(SLICED, (*same, *held), (PARTIAL,), tuple(inner))
+
+
+def _directions(tokens: TensorSpec) -> tuple[bool, ...]:
+    """Return for each direction (forward, backward) in which rows are sent whether it is the
+    backward."""
+    return (False, True) if tokens.requires_grad else (False,)
+
+
+def _inner_dims(node: Node) -> list[int | None]:
+    """Return for each weight of an expert layer the dimension that is the inner width of experts;
+    None for the second bias, which lacks it."""
+    is_transposed = argument(node, 9, "transposed", False)
+    dims: list[int | None] = [2, 1] if is_transposed else [1, 2]
+    biases = ((5, "up_bias", 1), (6, "down_bias", None))
+    return dims + [dim for at, name, dim in biases if argument(node, at, name) is not None]
+
+
+ColumnOrder = Literal["same", "pairs", "halves"]
+
+
+@lru_cache(maxsize=256)
+def column_order(activation: str) -> ColumnOrder | None:
+    """Return the columns of the first product that an activation (``passes/ops/activation.py``)
+    reads for column i of its result: i (``same``), 2i and 2i + 1 (``pairs``), or i of the first and
+    of the second half (``halves``); None if it may be others.
+
+    >>> column_order('[["functional.silu", [{"at": 0}], {}]]')
+    'same'
+    >>> column_order('[["torch.cumsum", [{"at": 0}, -1], {}]]')
+    """
+    found: ColumnOrder = "same"
+    parts = ["whole"]  # of a row's columns in each value: all, both halves, or one of two
+    for target, given, named in json.loads(activation):
+        read = {parts[each["at"]] for each in (*given, *named.values()) if _is_value(each)}
+        others = [each for each in (*given, *named.values()) if not _is_value(each)]
+        name = target.rpartition(".")[2]
+        if len(read) != 1:
+            return None
+        (part,) = read
+        order: ColumnOrder = found
+        if name == "chunk" and part == "whole" and sorted(map(str, others)) == ["-1", "2"]:
+            part, order = "halves", "halves"
+        elif name == "getitem" and part == "halves" and others in ([0], [1]):
+            part = "one"
+        elif name == "getitem" and part == "whole" and others in _EVERY_SECOND:
+            part, order = "one", "pairs"
+        elif part == "halves" or not is_pointwise(name):
+            return None
+        if found not in ("same", order):
+            return None
+        found = order
+        parts.append(part)
+    return found if parts[-1] == ("whole" if found == "same" else "one") else None
+
+
+_EVERY_SECOND = [
+    [{"tuple": [{"ellipsis": True}, {"slice": [first, None, 2]}]}] for first in (None, 0, 1)
+]
+
+
+def _is_value(given: Any) -> bool:
+    return isinstance(given, dict) and "at" in given
 
 
 def as_received(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
@@ -142,6 +218,12 @@ def as_received(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> No
     if parts == 1:
         return node
     count = Fraction(argument(node, 8, "num_experts"), parts)
+    return replace(node, kwargs={**node.kwargs, "num_experts": count})
+
+
+def as_half(node: Node) -> Node:
+    """Return a layer of experts with half as many (token, expert) pairs."""
+    count = 2 * argument(node, 8, "num_experts")
     return replace(node, kwargs={**node.kwargs, "num_experts": count})
 
 
@@ -202,13 +284,14 @@ def expert_traffic(
     return pairs * forward, pairs * backward
 
 
-def num_kernels(node: Node, kernels: ExpertKernels, *, is_sent: bool) -> tuple[int, int] | None:
+def num_kernels(node: Node, kernels: ExpertKernels, num_parts: int) -> tuple[int, int] | None:
     """Return the numbers of kernels (forward, backward) that the host issues for a layer of experts
-    of this package's own form; None if another program fuses them. ``is_sent``: the layer sends its
-    tokens to their experts."""
+    of this package's own form; None if another program fuses them. ``num_parts``: exchanges in
+    which its tokens are sent, of each of which the kernels are meant; 0 for the rank's own
+    tokens."""
     if kernels != "separate":
         return None
-    forward, backward = SENT_KERNELS if is_sent else LOCAL_KERNELS
+    forward, backward = KERNELS[num_parts]
     inside = sum(not _is_view(target) for target, *_ in _calls(node))
     biases = len(node.inputs) - FIRST_WEIGHT - 2
     return forward + inside + 2 * biases, backward + 2 * inside + 2 * biases

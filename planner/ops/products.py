@@ -269,7 +269,7 @@ def _expert_products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Produc
 def _expert_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     width = inputs[0].shape[-1]
     gathered = 2 * width + _EXPERT_WIDTHS * inputs[3].numel // (inputs[3].shape[0] * width)
-    return inputs[1].numel * gathered * outputs[0].itemsize
+    return max(inputs[1].numel, expert_pairs(node, inputs)) * gathered * outputs[0].itemsize
 
 
 MATMUL = replace(

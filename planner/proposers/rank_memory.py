@@ -60,7 +60,7 @@ class RankStage:
     @cached_property
     def policies(self) -> PolicyCosts:
         """Return the costs of every recomputation policy."""
-        return self.table.policy_costs(self.run)
+        return self.table.policy_costs(self.run, splits=self.splits)
 
     @cached_property
     def bytes_by_policy(self) -> tuple[Floats, Floats]:

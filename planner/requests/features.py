@@ -26,7 +26,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "zero": ("zero1", "zero2", "zero3"),
     "recompute": ("selective", "full"),
     "shapes": ("2d-mesh", "3d-mesh", "mixed-stages", "branches", "uneven-shares"),
-    "memory": ("offload",),
+    "memory": ("offload", "tiles"),
 }
 """Features by group; the schedules form one more group.
 
@@ -35,7 +35,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 positions; ``ep``: weights of experts split by expert; ``selective``, ``full``: recomputation;
 ``2d-mesh``: two axes; ``mixed-stages``: stages of different sizes; ``branches``: separate devices
 for parallel branches; ``uneven-shares``: unequal batch shares for unlike devices; ``offload``:
-masters and optimizer states in host memory.
+masters and optimizer states in host memory; ``tiles``: full recomputation runs the last ops of a
+block tile by tile.
 """
 
 CHANGES = ("servers", "ssp", "asp")

@@ -12,8 +12,10 @@ from math import gcd, log2
 from ...cost_model.cluster.cluster import Cluster
 from ..dims.batch import meeting, meeting_text
 from ..errors import UsageError
-from ..graph.expert_dims import experts_of_layers
+from ..graph.expert_dims import experts_of_layers, is_expert_layer
 from ..graph.graph import Graph
+from ..graph.layout import SLICED
+from ..ops.experts import sent_strategies
 from ..schedules.schedules import (
     LOOPED,
     REGISTERED,
@@ -29,6 +31,8 @@ def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) 
     """Raise UsageError AP127 if the forced degrees of parallelism cannot use every device of the
     cluster exactly once, or ``ep`` does not divide the experts of a layer of ``graph``."""
     check_experts(forced, () if graph is None else experts_of_layers(graph))
+    if graph is not None and (forced.etp or 1) > 1:
+        _check_slices(forced, graph)
     degrees = {
         name: value
         for name in ("dp", "ep", "cp", "tp", "pp")
@@ -53,11 +57,19 @@ def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) 
         )
 
 
-def check_experts(forced: Forced, numbers: Sequence[int] = (), etp: int | None = None) -> None:
-    """Raise UsageError AP127 if ``ep`` ranks cannot hold different experts at the forced degrees
-    (``etp``: ranks that split each expert), or if ``ep`` does not divide one of ``numbers``, the
+def check_experts(forced: Forced, numbers: Sequence[int] = ()) -> None:
+    """Raise UsageError AP127 if ``etp`` ranks cannot split each expert, or ``ep`` ranks cannot hold
+    different experts at the forced degrees, or if ``ep`` does not divide one of ``numbers``, the
     numbers of experts of the layers."""
-    dp, ep, tp, cp = forced.dp, forced.ep, forced.tp or 1, forced.cp or 1
+    dp, ep, tp, cp, etp = forced.dp, forced.ep, forced.tp or 1, forced.cp or 1, forced.etp
+    if etp not in (None, 1, tp):
+        raise UsageError(
+            "AP127",
+            f"etp={etp} beside tp={tp}",
+            why="all tensor-parallel ranks split each expert, or none do",
+            where="--parallel",
+            fix=f"etp=1, tp={etp},etp={etp}, or leave etp out",
+        )
     if ep is None:
         return
     possible = [
@@ -73,6 +85,27 @@ def check_experts(forced: Forced, numbers: Sequence[int] = (), etp: int | None =
         if number % ep:
             what = f"ep={ep} does not divide the {number} experts of a layer"
             raise UsageError("AP127", what, fix=fix)
+
+
+def _check_slices(forced: Forced, graph: Graph) -> None:
+    """Raise UsageError AP127 if ``etp`` ranks cannot split each expert of a layer by its inner
+    width, or no layer has experts."""
+    layers = list(filter(is_expert_layer, graph))
+    etp, where = forced.etp or 1, "--parallel"
+    if not layers:
+        what = f"etp={etp} in a model without a layer of experts"
+        raise UsageError("AP127", what, where=where, fix="leave etp out")
+    for node in layers:
+        inputs = [graph.spec(ref) for ref in node.inputs]
+        if all(each.label != SLICED for each in sent_strategies(node, inputs, etp)):
+            raise UsageError(
+                "AP127",
+                f"etp={etp} cannot split the experts of {node.module or node.name}",
+                why="it does not divide their inner width, or their activation mixes columns of it "
+                "in an unknown way",
+                where=where,
+                fix="etp=1, or leave etp out",
+            )
 
 
 def _host_sizes(cluster: Cluster) -> tuple[int, ...]:

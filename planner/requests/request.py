@@ -104,6 +104,7 @@ class Forced:
     divides, and the compute with it. ``pp=k``: k pipeline ranks, each with ``chunks`` stages.
     ``cp=k``: a mesh axis "cp" of size k that splits positions. ``ep=k``: k ranks split the
     weights of experts by expert: neighbouring data-parallel ranks, or others too (``folded_axes``).
+    ``etp=k``: each expert is split by its inner width over all "tp" ranks (k of them) or none (1).
     ``sequence_parallel``: whether values between the parameters split by "tp" are split along
     positions. ``slices``: number of equal slices of sequences; with "auto", and with None under a
     sliced schedule, the planner
@@ -118,6 +119,7 @@ class Forced:
     pp: int | None = None
     cp: int | None = None
     ep: int | None = None
+    etp: int | None = None
     zero: int | None = None
     recompute: Recompute | None = None
     schedule: str | None = None
@@ -134,7 +136,7 @@ class Forced:
     sequence_parallel: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "ep", "num_microbatches", "chunks", "servers"):
+        for name in ("dp", "tp", "pp", "cp", "ep", "etp", "num_microbatches", "chunks", "servers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError("AP120", f"{name}={value} is less than 1")

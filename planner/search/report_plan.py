@@ -16,10 +16,28 @@ from ..costs.choices import input_specs, unsharded_ops
 from ..costs.prices import Rules
 from ..dims.batch import meeting, meeting_text
 from ..evaluate.step import prediction_of, send_seconds
+from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer
 from ..graph.graph import Blocks, Graph, Node
-from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, conversion_steps
+from ..graph.layout import (
+    INVARIANT,
+    REPLICATE,
+    Layout,
+    NodeLayout,
+    boundary_layout,
+    conversion_steps,
+    shard,
+)
 from ..intra_op.intra_op import StageAnswer
-from ..plan import Alternative, BlockPlan, ModelInfo, Plan, Prediction, SolverInfo, StagePlan
+from ..plan import (
+    Alternative,
+    BlockPlan,
+    ExpertPlacement,
+    ModelInfo,
+    Plan,
+    Prediction,
+    SolverInfo,
+    StagePlan,
+)
 from ..requests.request import Request
 from ..stage.branches import StagePlacement, stage_edges
 from ..stage.stage_model import StageModel
@@ -179,6 +197,7 @@ def _stage(structure: Structure, best: Candidate, index: int, send: float) -> St
         layouts=dict(sorted(layouts.items())),
         prediction=prediction_of(best.costs[index], send),
         shares=answer.shares,
+        placements=stage_placements(structure, model, layouts, (choice.start, choice.stop)),
     )
 
 
@@ -189,6 +208,29 @@ def stage_layouts(
     layouts = op_layouts(model, answer)
     _add_leaves(layouts, model, structure, blocks)
     return layouts
+
+
+def stage_placements(
+    structure: Structure,
+    model: StageModel,
+    layouts: Mapping[str, NodeLayout],
+    blocks: tuple[int, int],
+) -> tuple[ExpertPlacement, ...]:
+    """Return the placements of a stage's experts for which its layouts are priced; none without
+    measured loads."""
+    graph, prices, template = model.structure.graph, model.prices, structure.blocks.template
+    found, loads = [], prices.assumptions.loads
+    if loads is None:
+        return ()
+    for block in structure.blocks.blocks[slice(*blocks)]:
+        for name in filter(lambda each: is_expert_layer(graph[each]), block.nodes):
+            node, layout = graph[template[name]], layouts[template[name]]
+            copies = prices.spread(node, input_specs(node, graph), layout).copies
+            split = tuple(
+                held if held == shard(0) else REPLICATE for held in layout.inputs[FIRST_WEIGHT]
+            )
+            found.append(loads.placement(name, prices.num_parts(split), copies))
+    return tuple(found)
 
 
 def _add_leaves(

@@ -161,7 +161,7 @@ def stage_problem_of(
         rules,
         PriceCache(),
         profile=basis.used,
-        assumptions=basis.assumptions,
+        assumptions=basis.assumptions_in(plan),
         states=plan.states,
     )
     link = plan.cluster.entry_link(stage.devices[0], stage.mesh.size)

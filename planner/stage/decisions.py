@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ..costs.choices import Restriction, held_layouts, inner_of, input_specs
 from ..costs.kept_bytes import RECOMPUTE_MODES
+from ..costs.others_beside import seconds_beside
 from ..costs.price_cache import find
 from ..costs.prices import Prices
 from ..costs.seconds import Resource, State
@@ -66,7 +67,7 @@ def decide(
         (merge, structure_key(block, graph, prices, restriction)),
         lambda: decision_space(block, graph, prices, restriction, merge=merge),
     )
-    every = _priced(own, graph, prices)
+    every = _priced(own, block, graph, prices)
     rows = _undominated(own, every)
     candidates, amounts = own.kept(rows), every.part(rows)
     alone = [parameter_decision(graph[name], graph, prices, restriction) for name in parameters]
@@ -81,8 +82,9 @@ def decide(
     return tuple(found), amounts
 
 
-def _priced(own: DecisionSpace, graph: Graph, prices: Prices) -> ChoiceAmounts:
-    ops, number = _op_seconds(own, graph, prices), len(own.broken)
+def _priced(own: DecisionSpace, block: Block, graph: Graph, prices: Prices) -> ChoiceAmounts:
+    ops, hidden = _op_seconds(own, block, graph, prices)
+    number = len(own.broken)
     total = np.zeros((number, len(Resource)))
     for columns in own.rounds:
         total += ops[columns]
@@ -91,6 +93,8 @@ def _priced(own: DecisionSpace, graph: Graph, prices: Prices) -> ChoiceAmounts:
         for columns in rounds:
             skipped[mode] += ops[columns][:, RECOMPUTED]
     skipped[:, :, SENT] *= prices.assumptions.keeps_sent
+    for columns in own.rounds:
+        skipped[:, :, SENT] -= hidden[columns]
     seconds = np.repeat(total[None], len(ZEROS), axis=0)
     states = np.zeros((len(ZEROS), number, len(State)))
     if own.held_rounds:
@@ -104,20 +108,28 @@ def _priced(own: DecisionSpace, graph: Graph, prices: Prices) -> ChoiceAmounts:
     return ChoiceAmounts(seconds, states, skipped)
 
 
-def _op_seconds(own: DecisionSpace, graph: Graph, prices: Prices) -> Floats:
+def _op_seconds(
+    own: DecisionSpace, block: Block, graph: Graph, prices: Prices
+) -> tuple[Floats, Floats]:
     """Return the ``Seconds`` of each op under each of its sharding strategies, as ``[strategy,
-    field]``, and a last row of zeros."""
+    field]``, and a last row of zeros; and the forward seconds of each that other ops hide, which
+    they do not where the forward is rerun."""
     computes = [
         prices.op(graph[name], input_specs(graph[name], graph), layout)
         for name, layout in own.computes
     ]
     found = np.zeros((len(own.computes_as) + 1, len(Resource)))
     found[:-1] = np.array(computes)[own.computes_as]
+    hidden = np.zeros(len(found))
     for number, name, strategy in own.inner:
         node = graph[name]
-        inner = inner_of(node, graph, prices, strategy)
-        found[number] = prices.op(node, input_specs(node, graph), strategy.layout, inner)
-    return found
+        specs, inner = input_specs(node, graph), inner_of(node, graph, prices, strategy)
+        beside = seconds_beside(node, block.nodes, graph, prices)
+        found[number] = prices.op(node, specs, strategy.layout, inner, beside)
+        if any(beside):
+            again = prices.op(node, specs, strategy.layout, inner)
+            hidden[number] = again.forward_communication - found[number, RECOMPUTED[SENT]]
+    return found, hidden
 
 
 def _holding_costs(

@@ -52,7 +52,8 @@ class RowCost:
 
     ``amounts[zero, amount]``: see ``terms``.
     ``made_again[mode]``: bytes of the values that a recomputed block holds while its backward runs;
-    ``working_bytes[mode]``: memory of the largest op.
+    ``working_bytes[mode]``: memory of the largest op. In both, full recomputation may run ops tile
+    by tile.
     """
 
     amounts: Floats
@@ -80,6 +81,16 @@ class RowCost:
         """Return ``[mode]``: bytes kept for the backward."""
         found: Floats = self.amounts[0, KEPT]
         return found
+
+    @cached_property
+    def whole(self) -> RowCost:
+        """Return the same cost if no op runs tile by tile."""
+        full = np.array([0, 1, 0], dtype=np.bool_)
+        return RowCost(
+            self.amounts,
+            np.where(full, self.working_bytes[0], self.working_bytes),
+            np.where(full, self.kept_bytes[0], self.made_again),
+        )
 
     @property
     def states(self) -> Floats:
@@ -110,7 +121,7 @@ class OpStorages:
     views) are (storage, bytes): ``saved`` by autograd, ``selected`` for selective recomputation,
     ``read`` from the batch, ``again`` in the backward of full recomputation; ``working_bytes``: its
     inputs and outputs, ``working_again`` under full recomputation. ``replay`` and ``last``: the ops
-    of the block that recomputation reruns, and those of them that it runs slice by slice."""
+    of the block that recomputation reruns, and those of them that it runs tile by tile."""
 
     node: Node
     layout: NodeLayout
@@ -191,8 +202,8 @@ class KindModel:
     decision. ``edges``: values of one decision of the block that another reads, and parameters that
     are used more than once. ``constant[zero, Resource]``: seconds of a block that no choice
     changes. ``held(decision, choice)`` returns the choice's ``Storages``; ``saved``,
-    ``working_bytes``, ``selected``, ``read`` and others list them by decision and choice. ``costs`` caches
-    a block's cost by choices.
+    ``again``, ``working_bytes``, ``working_again``, ``selected`` and ``read`` list them by decision
+    and choice. ``costs`` caches a block's cost by choices.
     """
 
     kind: str

@@ -19,6 +19,7 @@ from ..costs.choices import (
     NodeStrategy,
     Restriction,
     dims_on,
+    expert_strategies,
     experts_on,
     held_for,
     held_layouts,
@@ -29,6 +30,7 @@ from ..costs.choices import (
 from ..costs.kept_bytes import RECOMPUTE_MODES, replay
 from ..costs.price_cache import find, number_of
 from ..costs.prices import Prices
+from ..graph.expert_dims import is_expert_layer
 from ..graph.graph import Block, Graph, Node, Ref
 from ..graph.layout import AxisStrategy, Layout, NodeLayout, splits
 from ..graph.positions import Dims
@@ -378,15 +380,23 @@ def _axis_key(
         restriction.split_parameters,
         restriction.split_positions,
         restriction.split_experts,
+        restriction.folded or (),
     )
     roles = tuple(axis in each for each in given)
     if size == 1:
         return (1, roles)
+    layers = (graph[name] for name in block.nodes if is_expert_layer(graph[name]))
+    ways = tuple(
+        frozenset(each.label for each in expert_strategies(layer, graph, axis, prices, restriction))
+        for layer in layers
+    )
     rows_fit = bool(graph.batch_dims) or graph.batch_size % size == 0
     denied = restriction.features.denied
     by_positions = bool(denied) or (roles[1] or roles[2])
     return (
         roles,
+        ways,
+        restriction.folded is None,
         rows_fit,
         _strategies_key(block, graph, size, prices),
         _dims_key(block, graph, size, prices) if by_positions else None,

@@ -59,6 +59,8 @@ class StageCost:
     ``late_seconds``: part of the backward for deferred weight gradients, None if unknown.
     Collectives of states overlap the compute of the blocks in ``groups``, and other collectives
     unless both use the same links (``shares_links``). Without groups the stage counts as one block.
+    ``hidden_exchanges``: seconds per micro-batch of exchanges with experts beside compute, for a
+    plan's report.
     """
 
     seconds: Seconds
@@ -68,6 +70,7 @@ class StageCost:
     late_seconds: float | None = None
     groups: Groups | None = field(default=None, compare=False)
     shares_links: bool = True
+    hidden_exchanges: float = field(default=0.0, compare=False)
 
     @property
     def compute_seconds(self) -> tuple[float, float]:
@@ -229,7 +232,7 @@ class StageTable:
         self.choices = choices
         self.kinds = {kind: self._kind(kind) for kind in problem.run.counts}
         self.rows: dict[CostRow, RowCost] = {}
-        self._policy_costs: dict[int, PolicyCosts] = {}
+        self._policy_costs: dict[tuple[int, bool], PolicyCosts] = {}
         self._weight_grads: dict[str, tuple[Floats, float]] = {}
         self._priced: dict[tuple[int, StageOptions], StageCost] = {}
 
@@ -283,23 +286,32 @@ class StageTable:
             np.array([0.0, again, kept[0] - both]),
         )
 
-    def policy_costs(self, run: Run) -> PolicyCosts:
-        """Return the costs of all recomputation policies to try on a stage ``run``. Cached."""
-        if run.key not in self._policy_costs:
-            costs, counts = self._recompute_costs(run), run.class_counts
+    def policy_costs(self, run: Run, *, splits: bool = False) -> PolicyCosts:
+        """Return the costs of all recomputation policies to try on a stage ``run``; ``splits``: its
+        backwards are split. Cached."""
+        key = run.key, splits
+        if key not in self._policy_costs:
+            kinds = self._kinds_of(run, splits=splits)
+            costs, counts = self._recompute_costs(run, kinds), run.class_counts
             is_short = num_policies(*counts) <= MOST_POLICIES
             listed = policies(*counts) if is_short else efficient_policies(*counts, costs)
-            self._policy_costs[run.key] = PolicyCosts(
+            self._policy_costs[key] = PolicyCosts(
                 listed,
                 listed.sums(costs.seconds),
                 listed.sums(costs.kept_bytes),
-                self._transient_bytes(run, listed, costs),
+                self._transient_bytes(run, kinds, listed, costs),
             )
-        return self._policy_costs[run.key]
+        return self._policy_costs[key]
 
-    def _recompute_costs(self, run: Run) -> RecomputeCosts:
-        """Return the cost that recomputing a block adds, by class of equal blocks of a stage."""
+    def _kinds_of(self, run: Run, *, splits: bool) -> list[RowCost]:
+        """Return the costs of a block of each class; no op runs tile by tile in split backwards,
+        which defer gradients of its weights."""
         kinds = [self.kinds[own.kind] for own in run.block_classes]
+        return [kind.whole for kind in kinds] if splits else kinds
+
+    def _recompute_costs(self, run: Run, kinds: Sequence[RowCost]) -> RecomputeCosts:
+        """Return the cost that recomputing a block adds, by class of equal blocks of a stage.
+        ``kinds``: the costs of a block of each class."""
         rows = [
             [kind, *map(self.row, own.edges)]
             for kind, own in zip(kinds, run.block_classes, strict=True)
@@ -311,9 +323,10 @@ class StageTable:
             np.array([kind.transient_bytes[1:] for kind in kinds]).transpose(1, 2, 0),
         )
 
-    def _transient_bytes(self, run: Run, listed: Policies, costs: RecomputeCosts) -> Floats:
+    def _transient_bytes(
+        self, run: Run, kinds: Sequence[RowCost], listed: Policies, costs: RecomputeCosts
+    ) -> Floats:
         """Return ``[zero, policy]``: bytes of the largest op plus gathered or recomputed values."""
-        kinds = [self.kinds[own.kind] for own in run.block_classes]
         working = np.array([kind.working_bytes for kind in kinds]).T
         rest = listed.rest(run.class_counts[0]) * working[0]
         most = np.maximum(rest.max(axis=1), listed.largest(working[1:]))
@@ -331,8 +344,8 @@ class StageTable:
         return max(float(kind.working_bytes[0]) for kind in self.kinds.values())
 
     @property
-    def sliced_bytes(self) -> float:
-        """Return the bytes of the largest op that running ops slice by slice saves, where all
+    def tiled_bytes(self) -> float:
+        """Return the bytes of the largest op that running ops tile by tile saves, where all
         blocks are fully recomputed."""
         least = max(float(kind.working_bytes[1:].min()) for kind in self.kinds.values())
         return self._working_bytes - least
@@ -376,7 +389,9 @@ class StageTable:
             kept += float(weights @ cost.kept_bytes)
             received += sum(occurrences) * cost.amounts[setting.zero, RECEIVED]
         forced = Policies.of(setting.policy, len(run.block_classes))
-        transient = self._transient_bytes(run, forced, self._recompute_costs(run))
+        kinds = self._kinds_of(run, splits=bool(setting.halves))
+        costs = self._recompute_costs(run, kinds)
+        transient = self._transient_bytes(run, kinds, forced, costs)
         memory = {state.name.lower(): float(states[state]) for state in list(State)[HELD]}
         memory["activations"] = kept * setting.in_flight
         late = None

@@ -215,7 +215,7 @@ class StageModel:
         again, last = replay(block, graph, prices), last_ops(block, graph, prices)
         by_choice: dict[tuple[int, int], Storages] = {}
         by_layout: dict[tuple[str, int], OpStorages] = {}
-        by_split = prices.cache.held.setdefault((graph.batch_size, prices.mesh.shape), {})
+        by_split = prices.cache.held.setdefault((graph.batch_size, prices.mesh.shape, last), {})
 
         def of_layout(node: Node, layout: NodeLayout) -> OpStorages:
             key = (node.name, id(layout))  # by identity: hashing a layout takes longer

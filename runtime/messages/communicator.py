@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...passes.ops.collectives import Parts
+from ...passes.ops.collectives import Parts, parts_of, place_along
+from .device_queue import queue_of
 from .groups import mesh_along
 
 # Named all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
@@ -73,6 +74,21 @@ def reduce_scatter(
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Running exchange of ``rows``. It holds both tensors until ``wait``, as the device reads and
+    writes them beside its other work."""
+
+    work: Any
+    rows: Tensor
+    received: Tensor
+
+    def wait(self) -> Tensor:
+        """Return the received rows, in rank order; the device's later work waits for them."""
+        self.work.wait()
+        return self.received
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,27 +172,46 @@ class ProcessCommunicator:
     def _group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
         return mesh_along(self.device_mesh, axes).get_group(0)
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
-        """Return the numbers of rows to send to, and to receive from, each rank along ``axes``, and
-        the counts (ranks, M) of received rows, given those to send on the device; the host waits
-        for the device."""
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts.contiguous(), group=self._group(axes))
-        sent, own = torch.stack((counts, received)).sum(-1).tolist()
-        return Parts(tuple(sent), tuple(own)), received
+    def parts(
+        self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
+    ) -> tuple[tuple[Parts, ...], Tensor]:
+        """Return the numbers of rows to send to, and to receive from, each rank along ``axes`` in
+        each of N exchanges, and the counts (ranks, N, M) of received rows, given the counts to send
+        on the device; of received rows for all ranks along ``gathered``. Numbers are copied to the
+        host beside later work of the device; the host waits for the copy when it first uses
+        them."""
+        received = counts
+        if axes:
+            received = torch.empty_like(counts)
+            dist.all_to_all_single(received, counts.contiguous(), group=self._group(axes))
+        for axis in reversed(gathered):
+            received = self.all_gather(received, axis, 0)
+        sums = torch.cat((counts, received)).sum(-1).t().contiguous()
+        copy = queue_of(sums.device).to_host(sums, None)
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
-        """Send consecutive rows to the ranks along ``axes``, as many to each as ``parts`` says;
-        return the received rows, in rank order."""
+        def read() -> list[list[int]]:
+            if copy is None:
+                return sums.tolist()
+            copy.event.synchronize()
+            return copy.tensor.tolist()
+
+        place = place_along(self, gathered)
+        return parts_of(read, len(sums), len(counts), place), received
+
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> _Exchange:
+        """Start to send consecutive rows to the ranks along ``axes``, as many to each as ``parts``
+        says."""
+        rows = rows.detach().contiguous()
         received = rows.new_empty((sum(parts.received), *rows.shape[1:]))
-        dist.all_to_all_single(
+        work = dist.all_to_all_single(
             as_bytes(received),
-            as_bytes(rows.detach().contiguous()),
+            as_bytes(rows),
             list(parts.received),
             list(parts.sent),
             group=self._group(axes),
+            async_op=True,
         )
-        return received
+        return _Exchange(work, rows, received)
 
 
 def _stacked_chunks(tensor: Tensor, size: int, dim: int) -> Tensor:
@@ -217,6 +252,8 @@ def describe_stack(frame: FrameType | None) -> str:
             names = owner.device_mesh.mesh_dim_names or ()
             on = f" over {names[axis]}" if isinstance(axis, int) and axis < len(names) else ""
             collective = f"{name}{on}"
+        elif isinstance(owner, _Exchange):
+            collective = "exchange"
         elif name in _SHARDED and type(owner).__name__ == "FSDPParamGroup":
             collective, block = collective or _SHARDED[name], block or _block_of(owner)
         block = block or getattr(owner, "block_name", "")

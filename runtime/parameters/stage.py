@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...cost_model.ops.memory import DEFAULT, StateOptions
 from ...passes.backward.recomputing import Recomputing
-from ...passes.backward.replayed import is_sliced
+from ...passes.backward.replayed import is_tiled
 from ...passes.backward.weight_gradients import WeightGradients, defer
 from ...passes.local.localize import held_path
 from ...passes.ops.collectives import local_tensor
@@ -78,7 +78,7 @@ class StageBlock(nn.Module):
         defers them keeps its inputs after it has run, and the recomputation would not end with that
         op.
         """
-        is_plain = self.recompute == "full" and not self.deferred and not is_sliced(self.graph)
+        is_plain = self.recompute == "full" and not self.deferred and not is_tiled(self.graph)
         if self.recompute == "none" or is_plain:
             return None
         found = Recomputing(keeps_costly=self.recompute == "selective")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -12,10 +13,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...passes.ops.collectives import Parts
+from ...passes.ops.collectives import Parts, parts_of
 
 JOINT = ("dp", "ep", "cp")
 """Axes whose ranks hold weights whole, except weights of experts on ep."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """Exchange of ``rows`` that runs beside other work; ``wait`` returns the received rows."""
+
+    work: Any
+    rows: Tensor
+    received: Tensor
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.received
 
 
 class Mesh:
@@ -83,20 +97,29 @@ class Mesh:
         every = self.all_gather(tensor.detach()[None], axis, 0)
         return every[self.size(axis) - 1 - self.coordinate(axis)].clone()
 
-    def parts(self, counts: Tensor, axes: tuple[str, ...]) -> tuple[Parts, Tensor]:
-        """Tell each rank of the axes how many rows of each class it will get: ``counts[i]`` for
-        rank i. Return the rows by rank, and the counts that the ranks told this one."""
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts.contiguous(), group=self.groups["+".join(axes)])
-        sent, own = torch.stack((counts, received)).sum(-1).tolist()
-        return Parts(tuple(sent), tuple(own)), received
+    def parts(
+        self, counts: Tensor, axes: tuple[str, ...], gathered: tuple[str, ...] = ()
+    ) -> tuple[tuple[Parts, ...], Tensor]:
+        """Tell each rank of the axes how many rows of each class it will get in each exchange:
+        ``counts[i]`` for rank i. Return the rows by rank for each exchange, and the counts that
+        were told to each rank of ``gathered``."""
+        received, among = counts, "+".join(gathered)
+        if axes:
+            received = torch.empty_like(counts)
+            dist.all_to_all_single(received, counts.contiguous(), group=self.groups["+".join(axes)])
+        if gathered:
+            received = self.all_gather(received, among, 0)
+        sums = torch.cat((counts, received)).sum(-1).t()
+        place = self.coordinate(among) if gathered else 0
+        return parts_of(sums.tolist, len(sums), len(counts), place), received
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[str, ...]) -> Tensor:
-        """Send consecutive rows to the ranks of the axes; return the received rows by rank."""
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[str, ...]) -> Running:
+        """Start to send consecutive rows to the ranks of the axes."""
+        rows, group = rows.detach(), self.groups["+".join(axes)]
         received = rows.new_empty((sum(parts.received), *rows.shape[1:]))
-        sizes, group = (list(parts.received), list(parts.sent)), self.groups["+".join(axes)]
-        dist.all_to_all_single(received, rows.detach(), *sizes, group=group)
-        return received
+        sizes = list(parts.received), list(parts.sent)
+        work = dist.all_to_all_single(received, rows, *sizes, group=group, async_op=True)
+        return Running(work, rows, received)
 
     def own_part(self, tensor: Tensor, axis: str, dim: int) -> Tensor:
         """Cut this rank's part along ``dim`` from a tensor that all ranks of the axis hold."""
@@ -203,18 +226,6 @@ def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
 def all_to_all(x: Tensor, mesh: Mesh, axis: str, *, split_dim: int, concat_dim: int) -> Tensor:
     """Reshard ``x`` from a split along ``concat_dim`` to a split along ``split_dim``."""
     return change(x, axis, mesh.all_to_all, mesh.all_to_all, split_dim, concat_dim)
-
-
-def exchange(rows: Tensor, parts: Parts, axes: tuple[str, ...], mesh: Mesh) -> Tensor:
-    """Send rows to the ranks of the axes; gradients are sent back."""
-
-    def there(tensor: Tensor, axis: str) -> Tensor:
-        return mesh.exchange(tensor.contiguous(), parts, axes)
-
-    def back(tensor: Tensor, axis: str) -> Tensor:
-        return mesh.exchange(tensor.contiguous(), parts.back(), axes)
-
-    return change(rows, "+".join(axes), there, back)
 
 
 def swap(x: Tensor, axes: tuple[str, ...], mesh: Mesh) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...passes.local.live_numbers import LiveNumbers
+from ...passes.ops.random_ops import Draws
 from ...passes.programs.batch import Batch, fill_batch
 from ...passes.programs.length_numbers import find_length_number
 from ...planner.dims.padding import Padding, unpaddable
@@ -175,12 +176,18 @@ class BatchRunner:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Context to run a batch in as a trial: no update is deferred, no step is counted."""
+        """Context to run a batch in as a trial: no update is deferred, no step and no token is
+        counted."""
         deferred, self._deferred = self._deferred, None
+        counted = [(draws, draws.routed) for draws in self._draws]
+        for draws in self._draws:
+            draws.routed = None
         try:
             yield
         finally:
             self._deferred = deferred
+            for draws, routed in counted:
+                draws.routed = routed
             self.batches.forget()
 
     def defer_updates(self, optimizer: Optimizer | None) -> None:
@@ -319,6 +326,10 @@ class BatchRunner:
     def batches_begun(self, count: int) -> None:
         for executor in self.executors.values():
             executor.steps_begun = count
+
+    @property
+    def _draws(self) -> list[Draws]:
+        return [executor.stage.program.draws for executor in self.executors.values()]
 
     def draws(self) -> dict[str, int] | None:
         """Return the seed and count that decide the random numbers of the next batch; None on an

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
 import torch
 import torch.distributed as dist
 from processes import run_processes
 from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
 
+from autoparallel.passes.ops.experts import Slices, sent_experts
+from autoparallel.runtime.messages import device_queue
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
+from autoparallel.runtime.messages.device_queue import HostCopy, HostQueue, Waitable
 
 
 def _tensor(rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -70,3 +77,63 @@ def _check_swap_of_three() -> None:
 
 def test_the_rank_in_the_middle_swaps_with_itself() -> None:
     run_processes(3, _check_swap_of_three)
+
+
+LOG: list[str] = []
+
+
+class Told:
+    """The event of a copy that the host waits for."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        LOG.append("wait")
+
+
+class BehindQueue(HostQueue):
+    def to_host(self, tensor: torch.Tensor, work: Waitable | None) -> HostCopy | None:
+        LOG.append("copy")
+        return HostCopy(tensor.clone(), Told())
+
+
+class Logged(TorchFunctionMode):
+    """Logs where rows are put in order, and where the six numbers of rows are read."""
+
+    CALLS: ClassVar = {
+        (torch.Tensor.__getitem__, (8, 4)): "order",
+        (torch.Tensor.tolist, (1, 6)): "read",
+    }
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        shape = tuple(getattr(args[0], "shape", ())) if args else ()
+        if (function, shape) in self.CALLS:
+            LOG.append(self.CALLS[function, shape])
+        return function(*args, **(kwargs or {}))
+
+
+def _log_of_experts() -> list[str]:
+    """Two experts on the first axis, each split over the second, 4 tokens of width 4 on a rank."""
+    device_queue.QUEUES["cpu"] = BehindQueue  # type: ignore[index]
+    device_queue.queue_of.cache_clear()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    rank: Any = SimpleNamespace(communicator=ProcessCommunicator(mesh))
+    x, scores, up, down = (
+        torch.randn(size, dtype=torch.float64).requires_grad_()
+        for size in ((4, 4), (4, 2), (1, 6, 4), (1, 4, 6))
+    )
+    ids, text = torch.tensor([[0, 1]] * 4), '[["torch.relu", [{"at": 0}], {}]]'
+    options: Any = {"activation": text, "transposed": False, "axes": (0,), "sent": (0,)}
+    options["slices"] = Slices((1,), (1,))
+    with Logged():
+        made = sent_experts(rank, x, ids, scores, up, down, **options)
+    LOG.append("backward")
+    with Logged():
+        made.sum().backward()
+    return LOG
+
+
+def test_the_host_waits_once_for_all_sizes_of_experts_after_rows_were_put_in_order() -> None:
+    for log in run_processes(4, _log_of_experts):
+        assert log == ["copy", "order", "wait", "read", "backward"]

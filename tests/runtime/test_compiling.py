@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.passes.backward.compiled_runs import Run, compile_runs
+from autoparallel.passes.backward.compiled_runs import WAITS, Run, compile_runs
 from autoparallel.passes.backward.weight_gradients import WeightGradients
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.local.stage_program import StageProgram, build_stage
@@ -210,3 +210,19 @@ def test_a_run_that_cannot_be_compiled_names_its_block_and_the_way_out() -> None
         block(torch.randn((ROWS, WIDTH), dtype=torch.float64))
     assert found.value.code == "AP823"
     assert "--no-compile" in str(found.value)
+
+
+def test_what_runs_beside_an_exchange_is_compiled_apart_from_what_follows_it() -> None:
+    """Else it would be computed after the wait, as it is read there."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    others = graph.call_function(torch.ops.aten.relu.default, (x,))
+    others = graph.call_function(torch.ops.aten.neg.default, (others,))
+    waited = graph.call_function(torch.clone, (x,))
+    waited.meta[WAITS] = True
+    total = graph.call_function(torch.ops.aten.add.Tensor, (others, waited))
+    graph.output(graph.call_function(torch.ops.aten.neg.default, (total,)))
+    module = fx.GraphModule(nn.Module(), graph)
+    assert [run.text.count("aten.") for run in _runs_of(module, in_parts=False)] == [2, 2]
+    called = [node.name for node in module.graph.nodes if node.op == "call_function"]
+    assert [name for name in called if "getitem" not in name] == ["compiled", "clone", "compiled_1"]

@@ -30,6 +30,7 @@ from autoparallel.runtime.verify.verify import collect
 
 MODEL = "mixtral"
 ZERO_1, ZERO_3 = "dp=4,ep=2,zero=1", "dp=4,ep=4,zero=3"
+SLICED = "dp=2,tp=2,ep=2,etp=2,zero=2"
 
 
 @cache
@@ -88,7 +89,8 @@ def _move(folder: str, source: str, targets: list[str]) -> list[dict[str, float]
     ("source", "targets"),
     [
         (ZERO_1, [ZERO_3, "dp=2,tp=2,zero=2"]),
-        (ZERO_3, [ZERO_1, "dp=4,zero=0"]),
+        (ZERO_3, [ZERO_1, SLICED]),
+        (SLICED, [ZERO_3, "dp=4,zero=0"]),
         slow("dp=4,zero=3", [ZERO_1, ZERO_3, "dp=2,ep=2,pp=2,zero=2"]),
         slow("dp=2,cp=2,zero=3", [ZERO_3, "tp=4"]),
     ],

@@ -185,6 +185,14 @@ NOT_RUN: dict[tuple[str, str], str] = {
                 "torchrun --nproc-per-node 8 --max-restarts 3 -m autoparallel run "
                 "plan.json --steps 1000 --save run1 --save-every 100",
             ),
+            (
+                "docs/planning.md",
+                "autoparallel run plan.json --steps 100 --count-routing routing.json",
+            ),
+            (
+                "docs/planning.md",
+                "autoparallel plan model.py --cluster 4x8xH100 --routing routing.json -o plan.json",
+            ),
         ],
         TESTED,
     ),

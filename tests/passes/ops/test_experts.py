@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +12,17 @@ import pytest
 import torch
 from capture_models import hf_batch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.local.simulated import ThreadCommunicator, run_ranks
 from autoparallel.passes.ops.activation import activate, describe
-from autoparallel.passes.ops.experts import run_experts, sent_experts, split_experts
+from autoparallel.passes.ops.experts import Slices, run_experts, sent_experts, split_experts
 from autoparallel.passes.programs.program import Program
 from autoparallel.passes.tracing.hf_experts import capturable_experts
-from autoparallel.planner.graph.layout import Mesh
+from autoparallel.planner.graph.layout import REPLICATE, SLICED, Mesh, shard
 from autoparallel.planner.ops import axis_strategies
+from autoparallel.planner.ops.experts import column_order, sent_strategies
 
 SMALL: dict[str, Any] = {
     "hidden_size": 16,
@@ -31,6 +34,9 @@ SMALL: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "use_cache": False,
 }
+
+
+UNKNOWN = '[["functional.softmax", [{"at": 0}, -1], {}]]'
 
 
 def gated(rows: Tensor) -> Tensor:
@@ -93,9 +99,13 @@ def test_the_experts_of_ranks_on_two_axes_add_up_to_all() -> None:
 
 @pytest.mark.parametrize("sent", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("hit", [8, 1], ids=["all experts", "one expert"])
-def test_tokens_are_sent_to_their_experts_and_back(sent: tuple[int, ...], hit: int) -> None:
+@pytest.mark.parametrize(("num_parts", "chosen"), [(1, 2), (2, 2), (2, 1)])
+def test_tokens_are_sent_to_their_experts_and_back(
+    sent: tuple[int, ...], hit: int, num_parts: int, chosen: int
+) -> None:
     """On 2 x 2 ranks with two of eight experts each: values and gradients are those of one rank,
-    where tokens are split; over the other axis the results add up."""
+    where tokens are split; over the other axis the results add up. In parts, which one expert of
+    all tokens has in turn, whatever their number."""
     torch.manual_seed(0)
     mesh, options = (
         Mesh(("dp", "tp"), (2, 2)),
@@ -104,9 +114,10 @@ def test_tokens_are_sent_to_their_experts_and_back(sent: tuple[int, ...], hit: i
             "transposed": False,
         },
     )
-    whole = [torch.randn(8, 4), torch.rand(8, 2), torch.randn(8, 6, 4), torch.randn(8, 4, 6)]
+    whole = [torch.randn(12, 4), torch.rand(12, chosen)]
+    whole += [torch.randn(8, 6, 4), torch.randn(8, 4, 6)]
     x, scores, up, down = (each.double().requires_grad_() for each in whole)
-    ids = torch.rand(8, hit).argsort(-1)[:, :2].expand(8, 2)
+    ids = torch.rand(12, hit).argsort(-1)[:, :chosen].expand(12, chosen)
     expected = run_experts(x, ids, scores, up, down, **options)
     gradient = torch.randn_like(expected)
     expected.backward(gradient)
@@ -114,14 +125,14 @@ def test_tokens_are_sent_to_their_experts_and_back(sent: tuple[int, ...], hit: i
     def on_rank(communicator: ThreadCommunicator) -> tuple[Tensor, ...]:
         place = communicator.coordinates
         at = sum(place[axis] * (2 if sent == (0, 1) and axis == 0 else 1) for axis in sent)
-        tokens = slice(8 // 2 ** len(sent) * at, 8 // 2 ** len(sent) * (at + 1))
+        size = 12 // 2 ** len(sent)  # 3 or 6 tokens
+        tokens = slice(size * at, size * (at + 1))
         number = 2 * place[0] + place[1]
         own = [each.detach()[tokens].requires_grad_() for each in (x, scores)]
         held = [each.detach()[2 * number : 2 * number + 2].requires_grad_() for each in (up, down)]
         rank: Any = SimpleNamespace(communicator=communicator)
-        made = sent_experts(
-            rank, own[0], ids[tokens], own[1], *held, axes=(0, 1), sent=sent, **options
-        )
+        how = {"axes": (0, 1), "sent": sent, "num_parts": num_parts}
+        made = sent_experts(rank, own[0], ids[tokens], own[1], *held, **how, **options)
         made.backward(gradient[tokens])
         return made.detach(), *(each.grad for each in (*own, *held))
 
@@ -132,6 +143,139 @@ def test_tokens_are_sent_to_their_experts_and_back(sent: tuple[int, ...], hit: i
         made = made.sum(left) if left else made
         torch.testing.assert_close(made.reshape(want.shape), want)
     for place, want in enumerate((up.grad, down.grad), 3):
+        torch.testing.assert_close(torch.cat([each[place] for each in found]), want)
+
+
+def joined(rows: Tensor) -> Tensor:
+    gate, up = rows.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+@pytest.mark.parametrize(("function", "factor"), [(torch.relu, 1), (gated, 2), (joined, 2)])
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (1, 4)])
+@pytest.mark.parametrize("gathers", [True, False], ids=["own tokens", "same tokens"])
+@pytest.mark.parametrize("hit", [4, 1], ids=["all experts", "one expert"])
+def test_ranks_with_slices_of_experts_compute_them_together(
+    function: Any, factor: int, shape: tuple[int, int], gathers: bool, hit: int
+) -> None:
+    """Experts are spread over the first axis and split by width over the second. On this each rank
+    has its own tokens, or all have the same and the results add up."""
+    torch.manual_seed(0)
+    ep, etp = shape
+    width, inner, tokens = 4, 12, 12
+    text = describe(nn.Module(), function)
+    assert text is not None
+    options = {"activation": text, "transposed": True}
+    sizes = [(tokens, width), (tokens, 2), (4, width, factor * inner), (4, inner, width)]
+    sizes += [(4, factor * inner), (4, width)]
+    x, scores, *weights = (torch.randn(size).double().requires_grad_() for size in sizes)
+    ids = torch.rand(tokens, hit).argsort(-1)[:, :2].expand(tokens, 2)
+    expected = run_experts(x, ids, scores, *weights, **options)
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+    slices = Slices((1,), (1,) if gathers else (), column_order(text) == "halves")
+    parts = ep * etp if gathers else ep
+
+    def on_rank(communicator: ThreadCommunicator) -> tuple[Tensor, ...]:
+        row, column = communicator.coordinates
+        at = row * etp + column if gathers else row
+        own = slice(tokens // parts * at, tokens // parts * (at + 1))
+        given = [each.detach()[own].requires_grad_() for each in (x, scores)]
+        held = []
+        for weight, dim in zip(weights, (2, 1, 1, None), strict=True):
+            part = weight.detach().chunk(ep)[row]
+            part = part if dim is None else part.chunk(etp, dim)[column]
+            held.append(part.contiguous().requires_grad_())
+        rank: Any = SimpleNamespace(communicator=communicator)
+        made = sent_experts(
+            rank,
+            given[0],
+            ids[own],
+            given[1],
+            *held,
+            axes=(0,),
+            sent=(0,) if ep > 1 else (),
+            slices=slices,
+            **options,
+        )
+        made.backward(gradient[own])
+        return made.detach(), *(each.grad for each in (*given, *held))
+
+    found = run_ranks(Mesh(("ep", "tp"), shape), on_rank)
+    for place, want in enumerate((expected.detach(), x.grad, scores.grad)):
+        every = [each[place] for each in found]
+        if not gathers:
+            every = [sum(every[row : row + etp]) for row in range(0, len(every), etp)]
+        torch.testing.assert_close(torch.cat(every), want)
+    for place, (weight, dim) in enumerate(zip(weights, (2, 1, 1, None), strict=True), 3):
+        rows = [[each[place] for each in found[at : at + etp]] for at in range(0, ep * etp, etp)]
+        whole = [sum(row) if dim is None else torch.cat(row, dim) for row in rows]
+        torch.testing.assert_close(torch.cat(whole), weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("function", "order"),
+    [
+        (torch.relu, "same"),
+        (lambda rows: torch.relu(rows).square() * 2 + rows, "same"),
+        (gated, "pairs"),
+        (joined, "halves"),
+        (lambda rows: functional.glu(rows), None),
+        (lambda rows: rows.chunk(2, dim=-1)[0] * rows.mean(), None),
+        (lambda rows: rows.chunk(3, dim=-1)[0], None),
+        (lambda rows: rows[..., ::3], None),
+        (lambda rows: rows.flip(-1), None),
+        (lambda rows: rows.chunk(2, dim=0)[0], None),
+        (lambda rows: rows.softmax(-1), None),
+        (lambda rows: rows.chunk(2, dim=-1)[0] * rows[..., ::2], None),
+    ],
+)
+def test_columns_that_an_activation_reads_together_are_known(
+    function: Any, order: str | None
+) -> None:
+    text = describe(nn.Module(), function)
+    assert text is not None
+    assert column_order(text) == order
+
+
+PLACED = (
+    (0, (0, 1, 3)),
+    (1, (2,)),
+    (5, (0,)),
+    (7, (1, 3)),
+)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("hit", [8, 2], ids=["all experts", "two experts"])
+def test_placed_experts_are_computed_by_other_ranks(biased: bool, hit: int) -> None:
+    """Of four ranks, two of which share an axis, each owns two of eight experts: expert 0 is
+    computed by three ranks, 1 and 5 by others than their owner. Values and gradients, summed at
+    the owner, are those of one rank, and an expert's tokens are divided evenly."""
+    torch.manual_seed(0)
+    mesh = Mesh(("dp", "tp"), (2, 2))
+    options = {"activation": describe(nn.Module(), torch.relu), "transposed": False}
+    shapes = [(24, 4), (24, 2), (8, 6, 4), (8, 4, 6), *([(8, 6), (8, 4)] if biased else [])]
+    whole = [torch.randn(shape).double().requires_grad_() for shape in shapes]
+    x, scores, *weights = whole
+    ids = torch.rand(24, hit).argsort(-1)[:, :2]
+    expected = run_experts(x, ids, scores, *weights, **options)
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+
+    def on_rank(communicator: ThreadCommunicator) -> tuple[Any, ...]:
+        number = 2 * communicator.coordinates[0] + communicator.coordinates[1]
+        tokens, part = (slice(n * number, n * number + n) for n in (6, 2))
+        own = [each.detach()[tokens].requires_grad_() for each in (x, scores)]
+        held = [each.detach()[part].requires_grad_() for each in weights]
+        rank: Any = SimpleNamespace(communicator=communicator)
+        split = {"axes": (0, 1), "sent": (0, 1), "placed": PLACED}
+        made = sent_experts(rank, own[0], ids[tokens], own[1], *held, **split, **options)
+        made.backward(gradient[tokens])
+        return made.detach(), *(each.grad for each in (*own, *held))
+
+    found = run_ranks(mesh, on_rank)
+    for place, want in enumerate((expected.detach(), *(each.grad for each in whole))):
         torch.testing.assert_close(torch.cat([each[place] for each in found]), want)
 
 
@@ -163,6 +307,31 @@ def test_experts_of_transformers_are_captured_as_one_op(
         assert set(offered) == {"t0", "t1", "e", "R", "I"}  # rows, positions, experts
         assert str(offered["e"].inputs[3]) == "S(0)"
         assert str(offered["e"].outputs[0]) == "P"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "dims"),
+    [
+        ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}, (1, 2)),
+        ("GptOss", {"num_local_experts": 4, "head_dim": 8}, (2, 1, 1, None)),
+    ],
+)
+def test_experts_are_split_along_their_inner_width(
+    name: str, settings: dict[str, Any], dims: tuple[int | None, ...]
+) -> None:
+    """Also if it equals the width of tokens."""
+    graph = program_of(name, **settings).graph
+    node = next(node for node in graph if node.op == "autoparallel.experts.default")
+    inputs = [graph.spec(ref) for ref in node.inputs]
+    found = [each for each in sent_strategies(node, inputs, 2) if each.label == SLICED]
+    assert [str(each.outputs[0]) for each in found] == ["S(0)", "S(1)", "P"]
+    for strategy in found:
+        assert strategy.inputs[3:] == tuple(
+            REPLICATE if dim is None else shard(dim) for dim in dims
+        )
+    unknown = replace(node, kwargs={**node.kwargs, "activation": UNKNOWN})
+    assert not any(each.label == SLICED for each in sent_strategies(unknown, inputs, 2))
+    assert not any(each.label == SLICED for each in sent_strategies(node, inputs, 5))
 
 
 @pytest.mark.parametrize("chosen", [1, 2])

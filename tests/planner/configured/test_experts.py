@@ -15,15 +15,28 @@ from autoparallel.planner import ops as rules
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
 from autoparallel.planner.costs.basis import Basis, CostAssumptions
-from autoparallel.planner.costs.choices import inner_collectives, input_specs
+from autoparallel.planner.costs.choices import (
+    expert_strategies,
+    inner_collectives,
+    input_specs,
+)
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph.expert_dims import FIRST_WEIGHT, is_expert_layer, router_nodes
 from autoparallel.planner.graph.graph import Graph
-from autoparallel.planner.graph.layout import INVARIANT, REPLICATE, NodeLayout, local_shape, shard
-from autoparallel.planner.inter_op.submesh import experts_of
+from autoparallel.planner.graph.layout import (
+    INVARIANT,
+    REPLICATE,
+    SLICED,
+    NodeLayout,
+    local_shape,
+    shard,
+)
+from autoparallel.planner.inter_op.submesh import experts_of, mesh_of, restriction
 from autoparallel.planner.ops.experts import as_received
 from autoparallel.planner.ops.products import expert_pairs
+from autoparallel.planner.requests.options import check_degrees
+from autoparallel.planner.requests.request import Forced
 from autoparallel.planning.capture import capture_target
 from autoparallel.target.load import load_target
 
@@ -199,6 +212,49 @@ def test_tokens_are_sent_over_all_folded_axes_at_once(fold: dict[str, Any]) -> N
         sent.append((seconds.forward_communication, seconds.backward_communication))
     assert sent[0] == sent[1]
     assert all(sent[0])
+
+
+def test_ranks_exchange_columns_unless_slices_have_those_of_both_halves() -> None:
+    """The halves are gate and up; both directions take longer."""
+    plain, cut = (
+        priced(replace(SENT, plain_slices=cuts), **FOLDS[1]).stages[0].seconds
+        for cuts in (False, True)
+    )
+    assert plain.forward_communication > cut.forward_communication
+    assert plain.backward_communication > cut.backward_communication
+    assert plain.forward_compute == cut.forward_compute
+
+
+def labels_on(size: int, forced: Forced) -> set[str]:
+    """Labels of the strategies of a layer of four experts on an axis "tp"."""
+    graph, mesh = rows_graph(), mesh_of(1, size)
+    cluster = parse_cluster(f"1x{size}xH100")
+    ranks = tuple(range(size))
+    prices = Prices(mesh, cluster, ranks, "fp32", "adamw", rules, assumptions=SENT)
+    node = next(filter(is_expert_layer, graph.nodes))
+    found = expert_strategies(node, graph, 0, prices, restriction(mesh, forced))
+    return {each.label for each in found}
+
+
+def test_experts_are_sliced_where_they_are_too_few_or_the_user_wants_it() -> None:
+    assert SLICED not in labels_on(4, Forced())
+    assert SLICED in labels_on(8, Forced())
+    assert SLICED not in labels_on(8, Forced(ep=1, tp=8))
+    assert labels_on(4, Forced(tp=4, etp=4)) == {SLICED}
+
+
+@pytest.mark.parametrize(
+    ("forced", "what"),
+    [
+        (Forced(tp=4, etp=2), "etp=2 beside tp=4"),
+        (Forced(etp=2), "etp=2 beside tp=1"),
+        (Forced(tp=7, etp=7), "etp=7 cannot split the experts of model.layers.0.mlp"),
+    ],
+)
+def test_ranks_that_cannot_slice_experts_are_refused(forced: Forced, what: str) -> None:
+    cluster = parse_cluster(f"cpu:{forced.tp or 2}")
+    with pytest.raises(UsageError, match=f"AP127.*{what}"):
+        check_degrees(forced, cluster, rows_graph())
 
 
 def test_a_token_is_exchanged_once_for_each_expert_that_it_visits() -> None:

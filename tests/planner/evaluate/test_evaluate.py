@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from one_stage import plan
 from random_suites import seeds
 from small_graphs import cluster, mlp, random_graph
 
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import Basis, CostQueries
 from autoparallel.planner.costs.choices import Restriction
@@ -30,6 +33,8 @@ from autoparallel.planner.stage.stage_cost import StageTable
 from autoparallel.planner.stage.stage_model import StageModel
 from autoparallel.planner.stage.stage_problem import StageOptions, StageProblem
 from autoparallel.planner.stage.structure import Run, Structure
+from autoparallel.planning.capture import capture_target
+from autoparallel.target.load import load_target
 
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
 
@@ -41,13 +46,19 @@ def random_policy(run: Run, rng: random.Random) -> RecomputePolicy:
 
 
 def random_stage(
-    graph: Graph, blocks: Blocks, mesh: Mesh, rng: random.Random
+    graph: Graph,
+    blocks: Blocks,
+    mesh: Mesh,
+    rng: random.Random,
+    *,
+    on: Cluster | None = None,
+    restriction: Restriction | None = None,
 ) -> tuple[Plan, float, float]:
     """A plan of random layouts, ZeRO and recomputation; its objective and bytes by the tables."""
-    on = cluster(4)
+    on = on or cluster(4)
     prices = Prices(mesh, on, tuple(range(mesh.size)), "fp32", "adamw", rules)
     structure = Structure(graph, blocks)
-    model = StageModel(structure, prices, Restriction(), on.hosts[0].link)
+    model = StageModel(structure, prices, restriction or Restriction(), on.hosts[0].link)
     run = structure.run(0, len(blocks.blocks))
     stage_problem = StageProblem(model, run)
     setting = StageOptions(
@@ -88,6 +99,30 @@ def test_random_plans_cost_what_the_tables_say(seed: int) -> None:
     again = evaluate(graph, blocks, found, found.cluster)
     assert again.objective_seconds[0] == pytest.approx(objective, rel=1e-9)
     assert again.peak_memory_bytes == pytest.approx(num_bytes, abs=1.0)
+
+
+@cache
+def experts() -> tuple[Graph, Blocks]:
+    """Qwen2-MoE, in which shared experts are computed beside the exchange of tokens."""
+    found = capture_target(load_target("hf:tests/zoo/qwen2_moe", {}), PlanOptions(8, 16))
+    return found.graph.with_batch_size(8), found.blocks
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_random_plans_of_experts_cost_what_the_tables_say(seed: int) -> None:
+    """On devices that compute beside exchanges with experts, whose shared experts' products are not
+    rerun where the exchange is."""
+    toy = cluster(4)
+    device = replace(toy.hosts[0].device, slowdown={"all_to_all": 1.2})
+    on = replace(toy, hosts=(replace(toy.hosts[0], device=device),))
+    mesh, ep = (Mesh(("ep",), (2,)), 0) if seed % 2 else (Mesh(("dp", "ep"), (2, 2)), 1)
+    restriction = Restriction(split_batch=(0,) * ep, split_experts=(ep,))
+    found, objective, _ = random_stage(
+        *experts(), mesh, random.Random(seed), on=on, restriction=restriction
+    )
+    again = evaluate(*experts(), found, on)
+    assert again.objective_seconds[0] == pytest.approx(objective, rel=1e-9)
+    assert again.stages[0].seconds["hidden_exchanges"] > 0
 
 
 def assert_agrees(found: Plan, again: Evaluation) -> None:

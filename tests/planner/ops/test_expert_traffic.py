@@ -15,7 +15,7 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.collectives.dispatch import DISPATCHERS, ROW_COPIES
 from autoparallel.cost_model.ops.compute import rate
 from autoparallel.passes.ops.activation import describe
-from autoparallel.passes.ops.collectives import Alone, Parts, Rank
+from autoparallel.passes.ops.collectives import Alone, Parts, Rank, parts_of
 from autoparallel.passes.ops.experts import run_experts, sent_experts
 from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import CostAssumptions
@@ -54,7 +54,10 @@ def layer(
         TensorSpec(shape, "int64" if at == 1 else "bfloat16", requires_grad=at != 1)
         for at, shape in enumerate(shapes)
     )
-    options = {"activation": describe(nn.Module(), function), "num_experts": EXPERTS}
+    options: dict[str, Any] = {
+        "activation": describe(nn.Module(), function),
+        "num_experts": EXPERTS,
+    }
     made = TensorSpec((TOKENS, HIDDEN), "bfloat16", requires_grad=True)
     arguments = tuple(Ref(f"i{at}") for at in range(len(specs)))
     node = Node("e", "op", "autoparallel.experts.default", arguments, options, outputs=(made,))
@@ -134,30 +137,35 @@ class Pair(Alone):
     def size(self, axis: int) -> int:
         return 2
 
-    def parts(self, counts: torch.Tensor, axes: tuple[int, ...]) -> tuple[Parts, torch.Tensor]:
-        sent = tuple(counts.sum(-1).tolist())
-        return Parts(sent, sent), counts
+    def parts(
+        self, counts: torch.Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
+    ) -> tuple[tuple[Parts, ...], torch.Tensor]:
+        sums = torch.cat((counts, counts)).sum(-1).t()
+        return parts_of(sums.tolist, len(sums), len(counts), 0), counts
 
 
 @pytest.mark.parametrize("has_biases", [False, True])
-@pytest.mark.parametrize("is_sent", [False, True])
+@pytest.mark.parametrize("num_parts", [0, 1, 2])
 @pytest.mark.parametrize("function", [swiglu, clamped])
 def test_kernels_are_those_that_the_runtime_issues(
-    function: Callable[[Any], Any], is_sent: bool, has_biases: bool
+    function: Callable[[Any], Any], num_parts: int, has_biases: bool
 ) -> None:
     node, specs = layer(function, has_biases=has_biases)
-    held = EXPERTS // 2 if is_sent else EXPERTS
+    held = EXPERTS // 2 if num_parts else EXPERTS
     x, _, scores = (torch.rand(spec.shape, requires_grad=True) for spec in specs[:3])
     ids = torch.randint(EXPERTS, specs[1].shape)
     weights = [torch.rand(held, *spec.shape[1:], requires_grad=True) for spec in specs[3:]]
-    options = {"activation": node.kwargs["activation"], "transposed": False}
+    options: dict[str, Any] = {"activation": node.kwargs["activation"], "transposed": False}
     rank = Rank(Mesh(("ep",), (2,)), (0,), Pair())
     with Kernels() as forward:
-        if is_sent:
-            made = sent_experts(rank, x, ids, scores, *weights, axes=(0,), sent=(0,), **options)
+        if num_parts:
+            options |= {"axes": (0,), "sent": (0,), "num_parts": num_parts}
+            made = sent_experts(rank, x, ids, scores, *weights, **options)
         else:
             made = run_experts(x, ids, scores, *weights, **options)
     with Kernels() as backward:
         torch.autograd.grad(made, [x, scores, *weights], torch.ones_like(made))
-    told = num_kernels(node, "separate", is_sent=is_sent)
-    assert told == pytest.approx((forward.count, backward.count), rel=0.25)
+    told = num_kernels(node, "separate", num_parts)
+    assert told is not None
+    every = tuple(max(1, num_parts) * each for each in told)
+    assert every == pytest.approx((forward.count, backward.count), rel=0.25)

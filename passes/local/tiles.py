@@ -1,10 +1,10 @@
-"""A region of a block as one rank computes it: slice by slice.
+"""A region of a block as one rank computes it: tile by tile.
 
-In: a region (``planner.kernels.slices``), the layouts of its ops, a rank. Out: a function object
-for the block's graph. The slices are ranks of one more mesh axis, whose coordinate is the number of
-the slice: so every op computes a slice as it would compute a part, random numbers and positions
-included. The axis stands inside the mesh axes that split the sliced dimension in every value, and
-outside the others, which gather and scatter it: so they exchange parts of one slice. A slice then
+In: a region (``planner.kernels.tiles``), the layouts of its ops, a rank. Out: a function object
+for the block's graph. The tiles are ranks of one more mesh axis, whose coordinate is the number of
+the tile: so every op computes a tile as it would compute a part, random numbers and positions
+included. The axis stands inside the mesh axes that split the tiled dimension in every value, and
+outside the others, which gather and scatter it: so they exchange parts of one tile. A tile then
 has the same rows of each part that such an axis splits off.
 """
 
@@ -21,27 +21,27 @@ from torch import Tensor, fx
 
 from ...planner.graph.graph import Graph, Ref
 from ...planner.graph.layout import AxisStrategy, Layout, Mesh, NodeLayout, Placement
-from ...planner.kernels.slices import SlicedRegion
+from ...planner.kernels.tiles import TiledRegion
 from ...planner.ops.catalog import spec_of
 from ..backward.recomputing import Recomputing
-from ..ops.collectives import Communicator, Parts, Rank
+from ..ops.collectives import Communicator, Parts, Rank, UnderWay
 from ..ops.random_ops import Draws
 from ..ops.torch_ops import resolve
 
-AXIS = "slices"
-"""Name of the mesh axis of slices."""
+AXIS = "tiles"
+"""Name of the mesh axis of tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Cut of a local tensor into slices: along dimension ``dim``, of each of ``parts`` equal parts.
+    """Cut of a local tensor into tiles: along dimension ``dim``, of each of ``parts`` equal parts.
     A value that is not cut has no dimension (-1)."""
 
     dim: int = -1
     parts: int = 1
 
     def of(self, tensor: Tensor, number: int, count: int) -> Tensor:
-        """Return slice ``number`` of ``count``."""
+        """Return tile ``number`` of ``count``."""
         if self.dim < 0:
             return tensor
         if self.parts == 1:
@@ -50,27 +50,29 @@ class Cut:
         return self._parts(tensor, number, count).flatten(self.dim, self.dim + 1)
 
     def put(self, whole: Tensor, part: Tensor, number: int, count: int) -> None:
-        """Write slice ``number`` of ``count``."""
+        """Write tile ``number`` of ``count``."""
         if self.parts == 1:
             self.of(whole, number, count).copy_(part)
         else:
             into = self._parts(whole, number, count)
-            into.copy_(part.unflatten(self.dim, (self.parts, -1)))
+            shape = (*part.shape[: self.dim], self.parts, -1, *part.shape[self.dim + 1 :])
+            into.copy_(part.reshape(shape))
 
     def whole(self, part: Tensor, count: int) -> Tensor:
-        """Return memory for ``count`` slices of the shape of ``part``."""
+        """Return memory for ``count`` tiles of the shape of ``part``."""
         shape = list(part.shape)
         shape[self.dim] *= count
         return part.new_empty(shape)
 
     def _parts(self, tensor: Tensor, number: int, count: int) -> Tensor:
-        return tensor.unflatten(self.dim, (self.parts, count, -1)).select(self.dim + 1, number)
+        shape = (*tensor.shape[: self.dim], self.parts, count, -1, *tensor.shape[self.dim + 1 :])
+        return tensor.view(shape).select(self.dim + 1, number)
 
 
 @dataclass(frozen=True)
-class _SliceCommunicator:
-    """Communicator of a rank that computes slice ``number`` of ``count``: mesh axis ``at`` is that
-    of the slices, along which nothing is sent."""
+class _TileCommunicator:
+    """Communicator of a rank that computes tile ``number`` of ``count``: mesh axis ``at`` is that
+    of the tiles, along which nothing is sent."""
 
     communicator: Communicator
     at: int
@@ -102,28 +104,31 @@ class _SliceCommunicator:
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return self.communicator.swap(tensor, self._mesh_axis(axis))
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
-        return self.communicator.parts(counts, tuple(map(self._mesh_axis, axes)))
+    def parts(
+        self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
+    ) -> tuple[tuple[Parts, ...], Tensor]:
+        others = (tuple(map(self._mesh_axis, own)) for own in (axes, gathered))
+        return self.communicator.parts(counts, *others)
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> UnderWay:
         return self.communicator.exchange(rows, parts, tuple(map(self._mesh_axis, axes)))
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Place of the axis of slices in a rank's mesh: before mesh axis ``at``, with ``count``
-    slices. ``varying``: the axes from there on that split the sliced dimension of some values."""
+    """Place of the axis of tiles in a rank's mesh: before mesh axis ``at``, with ``count``
+    tiles. ``varying``: the axes from there on that split the tiled dimension of some values."""
 
     at: int
     count: int
     varying: tuple[int, ...]
 
     def layout(self, layout: Layout, placement: Placement) -> Layout:
-        """Return a layout with the placement on the axis of slices."""
+        """Return a layout with the placement on the axis of tiles."""
         return (*layout[: self.at], placement, *layout[self.at :])
 
     def node(self, layout: NodeLayout, strategy: AxisStrategy) -> NodeLayout:
-        """Return an op's layout with its strategy on the axis of slices."""
+        """Return an op's layout with its strategy on the axis of tiles."""
         labels = layout.labels and (*layout.labels[: self.at], "", *layout.labels[self.at :])
         return NodeLayout(
             tuple(map(self.layout, layout.inputs, strategy.inputs)),
@@ -132,33 +137,35 @@ class Placed:
         )
 
     def rank(self, rank: Rank, number: int) -> Rank:
-        """Return the rank that computes slice ``number``."""
+        """Return the rank that computes tile ``number``."""
         axes, sizes, place = rank.mesh.axes, rank.mesh.shape, rank.coordinates
-        at, of_slice = self.at, _SliceCommunicator(rank.communicator, self.at, number, self.count)
+        at, of_tile = self.at, _TileCommunicator(rank.communicator, self.at, number, self.count)
         mesh = Mesh((*axes[:at], AXIS, *axes[at:]), (*sizes[:at], self.count, *sizes[at:]))
-        return Rank(mesh, (*place[:at], number, *place[at:]), of_slice, rank.draws)
+        coordinates = (*place[:at], number, *place[at:])
+        return Rank(mesh, coordinates, of_tile, rank.draws, placements=rank.placements)
 
     def cut(self, layout: Layout, placement: Placement, mesh: Mesh) -> Cut:
-        """Return how a value in a layout is cut into slices."""
+        """Return how a value in a layout is cut into tiles."""
         if not placement.is_shard:
             return Cut()
         whole = (axis for axis in self.varying if layout[axis] != placement)
         return Cut(placement.dim, prod(mesh.shape[axis] for axis in whole))
 
 
-def place_slices(
+def place_tiles(
     graph: Graph,
-    region: SlicedRegion,
+    region: TiledRegion,
     layouts: Mapping[str, NodeLayout],
     entering: Mapping[Ref, Layout],
     mesh: Mesh,
+    most: int,
 ) -> Placed | None:
-    """Return the place of the axis of slices for a region, and the number of slices; None if the
-    region cannot be cut, or is too small to be. ``layouts``: by op; ``entering``: layouts in which
-    values enter.
+    """Return the place of the axis of tiles for a region, and the number of tiles (at most
+    ``most``); None if the region cannot be cut, or is too small to be. ``layouts``: by op;
+    ``entering``: layouts in which values enter.
 
-    Numbers drawn by counter belong to places in the whole tensor, of which a slice has several
-    parts if an axis gathers the sliced dimension; numbers of torch's generator are not drawn
+    Numbers drawn by counter belong to places in the whole tensor, of which a tile has several
+    parts if an axis gathers the tiled dimension; numbers of torch's generator are not drawn
     again. So regions of such ops are not cut.
     """
     nodes = [graph[name] for name in region.strategies]
@@ -176,19 +183,19 @@ def place_slices(
     always = [axis for axis, found in splits.items() if all(found)]
     varying = tuple(axis for axis, found in splits.items() if any(found) and not all(found))
     at = max(always, default=-1) + 1
-    if any(axis < at for axis in varying) or (varying and any(spec_of(n).is_counted for n in nodes)):
+    if any(axis < at for axis in varying) or (
+        varying and any(spec_of(n).is_counted for n in nodes)
+    ):
         return None
-    split = prod(mesh.shape[axis] for axis in (*always, *varying))
-    num_rows = graph.batch_size // mesh.row_parts
-    count = region.num_slices(num_rows, split if num_rows == 1 else 1)
+    count = region.num_tiles(mesh, graph.batch_size, most)
     return Placed(at, count, varying) if count > 1 else None
 
 
 @dataclass(eq=False)
-class SlicedCall:
-    """Function object that computes a region slice by slice, and each slice again in the backward.
-    ``programs`` has a graph for each slice; ``cuts`` and ``made`` say how inputs and outputs are
-    cut, and outputs that are not cut are sums over the slices."""
+class TiledCall:
+    """Function object that computes a region tile by tile, and each tile again in the backward.
+    ``programs`` has a graph for each tile; ``cuts`` and ``made`` say how inputs and outputs are
+    cut, and outputs that are not cut are sums over the tiles."""
 
     programs: Sequence[fx.GraphModule]
     cuts: Sequence[Cut]
@@ -210,11 +217,11 @@ class SlicedCall:
     def recorded(self, known: Sequence[Tensor] | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the region's outputs, recorded for a backward. ``known``: stand-ins for outputs
         that nothing reads, as the call only repeats what its backward needs."""
-        results: tuple[Tensor, ...] = _BySlices.apply(self, known, *inputs)  # type: ignore[no-untyped-call]
+        results: tuple[Tensor, ...] = _ByTiles.apply(self, known, *inputs)  # type: ignore[no-untyped-call]
         return results
 
-    def slices(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
-        """Return slice ``number`` of the inputs."""
+    def tiles(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+        """Return tile ``number`` of the inputs."""
         count = len(self.programs)
         return [cut.of(each, number, count) for cut, each in zip(self.cuts, tensors, strict=True)]
 
@@ -222,11 +229,11 @@ class SlicedCall:
         self, inputs: Sequence[Tensor], contexts: Sequence[AbstractContextManager[Any]] = ()
     ) -> tuple[Tensor, ...]:
         """Return the region's outputs, without recording them for a backward. ``contexts``: of the
-        forward of each slice."""
+        forward of each tile."""
         count, results = len(self.programs), list[Tensor]()
         for number, program in enumerate(self.programs):
             with torch.no_grad(), contexts[number] if contexts else nullcontext():
-                parts = program(*self.slices(inputs, number))
+                parts = program(*self.tiles(inputs, number))
             pairs = [*zip(self.made, parts, strict=True)]
             results = results or [_start(cut, part, count) for cut, part in pairs]
             for (cut, part), whole in zip(pairs, results, strict=True):
@@ -241,13 +248,13 @@ def _start(cut: Cut, part: Tensor, count: int) -> Tensor:
     return torch.zeros_like(part) if cut.dim < 0 else cut.whole(part, count)
 
 
-class _BySlices(torch.autograd.Function):
-    """Autograd function of a region. Its backward computes each slice again, with its gradients;
+class _ByTiles(torch.autograd.Function):
+    """Autograd function of a region. Its backward computes each tile again, with its gradients;
     gradients of inputs that are not cut are added up in float32 at least."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: SlicedCall, known: Sequence[Tensor] | None, *inputs: Tensor
+        ctx: Any, call: TiledCall, known: Sequence[Tensor] | None, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*inputs)
         if known is not None:
@@ -265,7 +272,7 @@ class _BySlices(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(inputs)
         needed = [at for at, is_needed in enumerate(ctx.needs_input_grad[2:]) if is_needed]
         for number, again in enumerate(ctx.again):
-            given = [each.detach() for each in call.slices(inputs, number)]
+            given = [each.detach() for each in call.tiles(inputs, number)]
             wanted = [given[at].requires_grad_() for at in needed]
             with torch.enable_grad(), call.draws.repeated(*ctx.place), again:
                 parts = call.programs[number](*given)
@@ -278,13 +285,13 @@ class _BySlices(torch.autograd.Function):
 
 
 def _gradients(
-    call: SlicedCall,
+    call: TiledCall,
     parts: Sequence[Tensor],
     gradients: Sequence[Tensor],
     wanted: Sequence[Tensor],
     number: int,
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of the inputs ``wanted`` of slice ``number``, of outputs ``parts``."""
+    """Return the gradients of the inputs ``wanted`` of tile ``number``, of outputs ``parts``."""
     count = len(call.programs)
     pairs = [
         (part, cut.of(gradient, number, count))
@@ -297,9 +304,9 @@ def _gradients(
 
 
 def _added(
-    call: SlicedCall, at: int, before: Tensor | None, gradient: Tensor, number: int
+    call: TiledCall, at: int, before: Tensor | None, gradient: Tensor, number: int
 ) -> Tensor:
-    """Return the gradient of input ``at`` with that of slice ``number``."""
+    """Return the gradient of input ``at`` with that of tile ``number``."""
     cut, count = call.cuts[at], len(call.programs)
     if cut.dim < 0:
         exact = gradient if gradient.dtype == torch.float64 else gradient.float()

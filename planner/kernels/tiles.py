@@ -1,14 +1,14 @@
-"""Parts of a block that are computed slice by slice, as their ops treat rows one by one.
+"""Parts of a block that are computed tile by tile, as their ops treat rows one by one.
 
 In: a block's ops and their strategies on an axis. Out: regions, in each of which a dimension of
-rows or positions may be cut into slices. A slice is computed as a rank of an axis would compute its
+rows or positions may be cut into tiles. A tile is computed as a rank of an axis would compute its
 part: a value that is split there is narrowed, other values are whole, partial sums are added up
-over the slices. No op of a region exchanges anything along that axis, so one device can compute the
-slices one after the other.
+over the tiles. No op of a region exchanges anything along that axis, so one device can compute the
+tiles one after the other.
 
 Values inside a region are never whole in memory: not in the forward, and not in the backward, which
-computes each slice again. So the logits of a large vocabulary, or the inner values of an MLP over
-many positions, take the memory of one slice (Luo et al. 2024, "MiniSequence Transformer",
+computes each tile again. So the logits of a large vocabulary, or the inner values of an MLP over
+many positions, take the memory of one tile (Luo et al. 2024, "MiniSequence Transformer",
 arXiv:2407.15892; Bekman et al. 2025, "Arctic Long Sequence Training", arXiv:2506.13996).
 """
 
@@ -19,57 +19,68 @@ from dataclasses import dataclass, field
 from math import gcd, prod
 
 from ..graph.graph import Graph, Node, Ref
-from ..graph.layout import AxisStrategy, Placement
+from ..graph.layout import AxisStrategy, Mesh, Placement
 from ..graph.positions import Strategies
 from ..ops import Rules
 from ..ops.catalog import spec_of
 
-
 LEAST_TOKENS = 1024
-"""Tokens of a slice at the least: products of fewer rows use a GPU badly."""
+"""Tokens of a tile at the least: products of fewer rows use a GPU badly."""
+
+MOST_TILES = 1 << 16
+"""Number of tiles that no op has: as many as are worthwhile."""
 
 LEAST_BYTES = 256 << 20
-"""Bytes of the values of a slice at the least: kernels on fewer bytes take no longer than their
+"""Bytes of the values of a tile at the least: kernels on fewer bytes take no longer than their
 launch, and nobody lacks that memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class SlicedRegion:
-    """Ops of a block that run slice by slice. ``strategies``: by op, in the block's order, its
-    strategy on the axis of slices. ``entries``: the values that the ops read, each with its
+class TiledRegion:
+    """Ops of a block that run tile by tile. ``strategies``: by op, in the block's order, its
+    strategy on the axis of tiles. ``entries``: the values that the ops read, each with its
     placement on that axis. ``cut``: shape and cut dimension of each value that is cut;
     ``num_bytes``: bytes of the cut values that the ops make; both of one row, cut by positions, or
-    of two rows, cut by rows (``num_rows``)."""
+    of two rows, cut by rows (``num_rows``). ``is_drawn``: an op draws random numbers."""
 
     strategies: Mapping[str, AxisStrategy]
     entries: Mapping[Ref, Placement]
     cut: tuple[tuple[tuple[int, ...], int], ...]
     num_bytes: int
     num_rows: int
+    is_drawn: bool = False
 
-    def num_slices(self, num_rows: int, split: int) -> int:
-        """Return the number of slices of ``num_rows`` rows, whose positions mesh axes split into
-        ``split`` parts: the largest power of two that divides every value and leaves a slice
-        ``LEAST_TOKENS`` and ``LEAST_BYTES``; 1 if the ops are not worth cutting."""
+    def num_tiles(self, mesh: Mesh, batch_size: int, most: int) -> int:
+        """Return the number of tiles on a rank of a mesh that computes ``batch_size`` rows: the
+        largest power of two, ``most`` at the most, that divides every value and leaves a tile
+        ``LEAST_TOKENS`` and ``LEAST_BYTES``. It is 1 if the ops are not worth cutting, if the rows
+        do not divide evenly, or if an op draws numbers and an axis may gather parts of its values:
+        a tile would have several parts, but numbers are drawn for consecutive places."""
+        num_rows, left = divmod(batch_size, mesh.row_parts)
+        of_positions = dict(zip(mesh.axes, mesh.shape, strict=True)).get("cp", 1)
+        gathering = mesh.size // (mesh.row_parts * of_positions)
+        if left or (self.is_drawn and gathering > 1):
+            return 1
+        length, share = num_rows, num_rows / self.num_rows
+        if num_rows == 1:
+            whole = gcd(*(shape[dim] for shape, dim in self.cut))
+            length, left = divmod(whole, of_positions * gathering)
+            length, share = 1 if left else length, share / of_positions
         num_dims = min(3, max(len(shape) for shape, _ in self.cut))
         tokens = min(prod(shape[:-1]) for shape, _ in self.cut if len(shape) >= num_dims)
-        more = num_rows / self.num_rows / split
-        length = num_rows if num_rows > 1 else gcd(*(shape[dim] for shape, dim in self.cut)) // split
-        most = min(length, more * tokens // LEAST_TOKENS, more * self.num_bytes // LEAST_BYTES)
+        worthwhile = share * min(tokens / LEAST_TOKENS, self.num_bytes / LEAST_BYTES)
         count = 1
-        while 2 * count <= most and length % (2 * count) == 0:
+        while 2 * count <= min(most, worthwhile) and length % (2 * count) == 0:
             count *= 2
         return count
 
 
-def last_region(
-    nodes: Sequence[str], graph: Graph, rules: Rules, num_rows: int
-) -> SlicedRegion | None:
+def last_region(nodes: Sequence[str], graph: Graph, rules: Rules, mesh: Mesh) -> TiledRegion | None:
     """Return the largest region at the end of a block, so that no op outside reads what it makes;
-    None without any. It is cut by positions if a rank computes one row, else by rows. ``nodes``:
-    the block's ops in order, at any batch size."""
-    size = min(num_rows, 2)
-    if graph.batch_size != size:
+    None without any. It is cut by positions if a rank of the mesh computes one row, else by rows.
+    ``nodes``: the block's ops in order."""
+    size = min(graph.batch_size // mesh.row_parts, 2)
+    if size and graph.batch_size != size:
         if not graph.batch_dims:
             return None
         graph = graph.with_batch_size(size)
@@ -128,7 +139,7 @@ class _Region:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the values that the region makes slice by slice."""
+        """Return the bytes of the values that the region makes tile by tile."""
         return sum(self.graph.spec(ref).num_bytes for ref, own in self.made.items() if own.is_shard)
 
     @property
@@ -137,7 +148,7 @@ class _Region:
         return any(spec.is_costly or spec.loss is not None for spec in map(spec_of, nodes))
 
     def look(self, node: Node) -> None:
-        """Add an op, the next in the block's order, if it can be computed slice by slice."""
+        """Add an op, the next in the block's order, if it can be computed tile by tile."""
         if node.name in self.chosen:
             return
         follows = any(ref.name in self.after for ref in node.inputs)
@@ -175,19 +186,23 @@ class _Region:
         self.made |= {Ref(node.name, at): own for at, own in enumerate(strategy.outputs)}
         return True
 
-    def finished(self) -> SlicedRegion:
+    def finished(self) -> TiledRegion:
         """Return the region with the figures of what it cuts."""
         placed = (*self.entries.items(), *self.made.items())
         cut = {(self.graph.spec(ref).shape, own.dim): None for ref, own in placed if own.is_shard}
-        return SlicedRegion(self.chosen, self.entries, tuple(cut), self.num_bytes, self.graph.batch_size)
+        is_drawn = any(spec_of(self.graph[name]).is_counted for name in self.chosen)
+        num_rows = self.graph.batch_size
+        return TiledRegion(
+            self.chosen, self.entries, tuple(cut), self.num_bytes, num_rows, is_drawn
+        )
 
 
 def _exchanges(node: Node, strategy: AxisStrategy) -> bool:
-    """Return whether an op may not be computed slice by slice: it exchanges something along the axis
-    of slices, other than the divisor of a mean loss, which is known before; or it is attention,
-    which would be computed once more."""
+    """Return whether an op may not be computed tile by tile: it exchanges something along the axis
+    of tiles, other than the divisor of a mean loss, which is known before; it is attention, which
+    would be computed once more; or it draws from a generator, which draws other numbers again."""
     spec = spec_of(node)
-    if spec.family == "attention":
+    if spec.family == "attention" or ("dropout" in spec.name and not spec.is_counted):
         return True
     is_counted = spec.loss is not None and all(each.is_shard for each in strategy.inputs)
     return bool(strategy.collectives) and not is_counted
