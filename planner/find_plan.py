@@ -17,7 +17,7 @@ from . import ops as default_rules
 from .costs.basis import DEFAULT, Basis, CostQueries, uses_of
 from .costs.prices import Rules
 from .errors import AutoparallelError, InfeasibleError, InternalError, TimeLimitError, UsageError
-from .evaluate.evaluate import evaluate, with_sources, with_tiles
+from .evaluate.evaluate import evaluate, with_sources
 from .evaluate.gradient_choice import with_sums
 from .evaluate.server_offers import repriced, with_offered_servers
 from .graph.graph import Blocks, Graph
@@ -133,7 +133,7 @@ def plan(
         found = searched(request)
     except InfeasibleError as failure:
         found = _offloaded(cluster, request, failure, searched)
-    best = with_tiles(found.best_plan(), graph, blocks, rules=rules, basis=basis)
+    best = found.best_plan()
     best = check_prediction(best, graph, blocks, rules=rules, basis=replace(basis, asked=None))
     best = with_sums(best, graph, blocks, request.forced, rules=rules, basis=basis)
     best = with_sources(best, graph, blocks, basis=basis, rules=rules)

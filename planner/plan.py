@@ -384,6 +384,11 @@ class Plan:
         return StateOptions(self.model.gradient_dtype, self.offload == "optimizer")
 
     @property
+    def most_tiles(self) -> int:
+        """Return ``tiles``; 1 for a plan that is compiled or slices sequences."""
+        return 1 if self.compiled or self.slices else self.tiles
+
+    @property
     def microbatch_size(self) -> int:
         return self.model.global_batch // self.num_microbatches
 

@@ -242,7 +242,7 @@ def build_stage(
         leaves,
         {b.key: b.target_layout for b in receives},
         frozenset((*kept, *(b.key for b in sends))),
-        most_tiles=1 if plan.compiled or splits(plan.schedule) else plan.tiles,
+        most_tiles=1 if splits(plan.schedule) else plan.most_tiles,
         is_in_parts=plan.num_microbatches > 1 or of_slice is not None,
     )
     made: dict[str, Layout] = {}

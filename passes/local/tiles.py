@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from ...planner.graph.graph import Graph, Ref
-from ...planner.graph.layout import AxisStrategy, Layout, Mesh, NodeLayout, Placement
+from ...planner.graph.layout import ROW_AXES, AxisStrategy, Layout, Mesh, NodeLayout, Placement
 from ...planner.kernels.tiles import TiledRegion
-from ...planner.ops.catalog import spec_of
 from ..backward.recomputing import Recomputing
 from ..ops.collectives import Communicator, Parts, Rank, UnderWay
 from ..ops.random_ops import Draws
@@ -164,6 +163,8 @@ def place_tiles(
     ``most``); None if the region cannot be cut, or is too small to be. ``layouts``: by op;
     ``entering``: layouts in which values enter.
 
+    If positions are cut, the axis stands inside the mesh axes that split rows: these must split
+    every value that has rows and positions in one dimension, and no other axis may split rows.
     Numbers drawn by counter belong to places in the whole tensor, of which a tile has several
     parts if an axis gathers the tiled dimension; numbers of torch's generator are not drawn
     again. So regions of such ops are not cut.
@@ -171,24 +172,51 @@ def place_tiles(
     nodes = [graph[name] for name in region.strategies]
     if any(torch.Tag.nondeterministic_seeded in resolve(node.op).tags for node in nodes):
         return None
-    held = [(graph.spec(ref), entering[ref], own) for ref, own in region.entries.items()]
-    for name, strategy in region.strategies.items():
-        node, layout = graph[name], layouts[name]
-        specs = (*(graph.spec(ref) for ref in node.inputs), *node.outputs)
-        own = (*strategy.inputs, *strategy.outputs)
-        held += zip(specs, (*layout.inputs, *layout.outputs), own, strict=True)
-    cut = [each for each in held if each[2].is_shard]
+    cut = _cut_values(graph, region, layouts, entering)
     axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+    rows = [axis for axis in axes if region.num_rows == 1 and mesh.axes[axis] in ROW_AXES]
     splits = {axis: [layout[axis] == own for _, layout, own in cut] for axis in axes}
-    always = [axis for axis, found in splits.items() if all(found)]
-    varying = tuple(axis for axis, found in splits.items() if any(found) and not all(found))
-    at = max(always, default=-1) + 1
-    if any(axis < at for axis in varying) or (
-        varying and any(spec_of(n).is_counted for n in nodes)
-    ):
+    if region.num_rows == 1:
+        joined = [own.dim == dim for dim, _, own in cut]
+        split_rows = {a for a in axes for dim, held, own in cut if _splits_rows(held[a], dim, own)}
+        if any(splits[axis] != joined for axis in rows) or not split_rows.issubset(rows):
+            return None
+    of_cut = {axis: found for axis, found in splits.items() if axis not in rows}
+    always = [axis for axis, found in of_cut.items() if all(found)]
+    varying = tuple(axis for axis, found in of_cut.items() if any(found) and not all(found))
+    at = max((*always, *rows), default=-1) + 1
+    if any(axis < at for axis in varying) or (varying and region.is_drawn):
         return None
     count = region.num_tiles(mesh, graph.batch_size, most)
     return Placed(at, count, varying) if count > 1 else None
+
+
+def _cut_values(
+    graph: Graph,
+    region: TiledRegion,
+    layouts: Mapping[str, NodeLayout],
+    entering: Mapping[Ref, Layout],
+) -> list[tuple[int | None, Layout, Placement]]:
+    """Return, for each value of a region that is cut, its dimension of rows, its layout, and its
+    placement on the axis of tiles."""
+    held = [(ref, entering[ref], own) for ref, own in region.entries.items()]
+    for name, strategy in region.strategies.items():
+        layout = layouts[name]
+        held += zip(graph[name].inputs, layout.inputs, strategy.inputs, strict=True)
+        made = (Ref(name, index) for index in range(len(layout.outputs)))
+        held += zip(made, layout.outputs, strategy.outputs, strict=True)
+    dims = graph.batch_dims
+    return [
+        (dims[ref.name][ref.index] if dims else None, layout, own)
+        for ref, layout, own in held
+        if own.is_shard
+    ]
+
+
+def _splits_rows(held: Placement, dim: int | None, own: Placement) -> bool:
+    """Return whether a placement splits the rows, dimension ``dim``, of a value whose positions are
+    another dimension, which ``own`` cuts."""
+    return held.is_shard and held.dim == dim != own.dim
 
 
 @dataclass(eq=False)

@@ -232,7 +232,7 @@ class Basis:
 
     def assumptions_in(self, plan: Plan) -> CostAssumptions:
         """Return the assumptions about the program that runs ``plan``."""
-        return replace(self.assumptions, tiles=min(self.assumptions.tiles, plan.tiles))
+        return replace(self.assumptions, tiles=min(self.assumptions.tiles, plan.most_tiles))
 
 
 DEFAULT = Basis()

@@ -377,9 +377,9 @@ def with_tiles(
     plan: Plan, graph: Graph, blocks: Blocks, *, rules: Rules = default_rules, basis: Basis
 ) -> Plan:
     """Return ``plan`` with the most tiles in which its fully recomputed blocks can run their last
-    ops: one if it recomputes no block fully, is compiled or defers weight gradients."""
+    ops: 1 if it recomputes no block fully, or cannot run tiles."""
     plan, counts = replace(plan, tiles=basis.assumptions.tiles), [1]
-    if not (plan.compiled or splits(plan.schedule)):
+    if plan.most_tiles > 1 and not splits(plan.schedule):
         graph, cache = at_microbatch(graph, plan), PriceCache()
         for stage in plan.stages:
             own = stage.devices if stage.shares else ()

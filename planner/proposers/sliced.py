@@ -112,7 +112,7 @@ def _in_slices(
     graph, blocks = context.structure.graph, context.structure.blocks
     spent = context.budget.spent()
     plan = make_plan(context.structure, context.cluster, context.request, base, (), spent)
-    plan = replace(plan, schedule=SCHEDULE)
+    plan = replace(plan, schedule=SCHEDULE, tiles=1)
     if lengths is None:
         lengths = best_lengths(
             at_microbatch(graph, plan),

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.ops.compute import least_seconds
 from ..costs.choices import input_specs, unsharded_ops
+from ..costs.kept_bytes import last_ops
 from ..costs.prices import Rules
 from ..dims.batch import meeting, meeting_text
 from ..evaluate.step import prediction_of, send_seconds
@@ -39,6 +40,7 @@ from ..plan import (
     StagePlan,
 )
 from ..requests.request import Request
+from ..schedules.held import splits
 from ..stage.branches import StagePlacement, stage_edges
 from ..stage.stage_model import StageModel
 from ..stage.structure import Structure
@@ -95,7 +97,21 @@ def make_plan(
         replicated_seconds=replicated,
         unsharded_ops=_unsharded_ops(structure, best),
         undivided_batch=_undivided_batch(graph, request) if best.num_microbatches == 1 else None,
+        tiles=_most_tiles(structure, best),
     )
+
+
+def _most_tiles(structure: Structure, best: Candidate) -> int:
+    """Return the most tiles in which a fully recomputed block runs its last ops."""
+    counts = [1]
+    if best.slices is None and not splits(best.schedule):
+        for (model, answer), choice in zip(best.answers, best.stages, strict=True):
+            run = structure.run(choice.start, choice.stop)
+            modes = zip(run.kinds, run.modes(answer.setting.policy), strict=True)
+            kinds = {kind for kind, mode in modes if mode == "full"}
+            own = (structure.blocks.kinds[kind] for kind in kinds)
+            counts += [last_ops(each, model.structure.graph, model.prices).count for each in own]
+    return max(counts)
 
 
 def _undivided_batch(graph: Graph, request: Request) -> str | None:
