@@ -40,7 +40,8 @@ class RankSummary:
 
     ``num_full`` of its blocks are recomputed fully, ``num_selective`` selectively. ``shares``:
     samples of a micro-batch at each index along mesh axis 0, () if they are equal. ``ep`` ranks of
-    the mesh hold different experts, ``etp`` ranks slices of the same experts.
+    the mesh hold different experts, ``etp`` ranks slices of the same experts. ``tiles``: most tiles
+    in which full recomputation runs the last ops of a block.
     """
 
     mesh: Mesh
@@ -51,6 +52,7 @@ class RankSummary:
     shares: tuple[int, ...] = ()
     ep: int = 1
     etp: int = 1
+    tiles: int = 1
 
 
 def plan_summary(plan: Plan) -> str:
@@ -93,6 +95,7 @@ def rank_summaries(plan: Plan) -> list[RankSummary]:
             shares=stage.shares,
             ep=max(before.ep, stage.expert_degree),
             etp=max(before.etp, stage.slice_degree),
+            tiles=plan.most_tiles,
         )
     return list(ranks.values())
 
@@ -196,8 +199,12 @@ def _recompute_parts(ranks: Sequence[RankSummary]) -> list[str]:
         "full": sum(rank.num_full for rank in ranks),
         "selective": sum(rank.num_selective for rank in ranks),
     }
+    tiles = max(rank.tiles for rank in ranks)
+    ends = {"full": f", last ops in {tiles} tiles" if tiles > 1 else ""}
     return [
-        f"{mode} recompute" + ("" if count == total else f" {count}/{total} blocks")
+        f"{mode} recompute"
+        + ("" if count == total else f" {count}/{total} blocks")
+        + ends.get(mode, "")
         for mode, count in counts.items()
         if count
     ]

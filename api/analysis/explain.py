@@ -132,7 +132,9 @@ class _Explainer:
             )
             return replace(stage, blocks=blocks)
 
-        return replace(self.plan, stages=tuple(change(stage) for stage in self.plan.stages))
+        return self.model.tiled(
+            replace(self.plan, stages=tuple(change(stage) for stage in self.plan.stages))
+        )
 
     def _schedule(self) -> Explanation:
         plan = self.plan

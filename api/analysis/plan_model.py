@@ -38,6 +38,7 @@ from autoparallel.planner.evaluate.evaluate import (
     Evaluator,
     at_microbatch,
     stage_prices,
+    with_tiles,
 )
 from autoparallel.planner.graph.graph import Graph
 from autoparallel.planner.graph.layout import NodeLayout
@@ -111,6 +112,10 @@ class PlanModel:
     def evaluate(self, plan: Plan) -> Evaluation:
         """Price a plan of this model: return its step seconds, memory and bubble."""
         return self.evaluator.evaluation(plan, plan.cluster)
+
+    def tiled(self, plan: Plan) -> Plan:
+        """Return a variant of the plan in which full recomputation runs tiles if it can."""
+        return with_tiles(plan, self.graph, self.program.blocks, basis=self.basis)
 
     @cached_property
     def base(self) -> Evaluation:

@@ -58,6 +58,7 @@ def capture_export(plan: Plan, plan_path: str, *, trust: bool) -> ExportedPlan:
     Raises PlanError AP366 if a script cannot run the plan, and the errors of ``load_plan_model``.
     """
     check_writable(plan)
+    plan = replace(plan, tiles=1)
     made = load_plan_model(plan, plan_path, trust=trust)
     variant = variant_of(made.program, plan)
     if made.program.returned or variant.program.graph.updates.keys() & set(made.program.literals):

@@ -89,17 +89,16 @@ def write_script(
     whole = whole_model(found, model.module)
     name = "train.py" if "train.py" not in model.files else "train_by_plan.py"
     start = f"{torchrun(plan.cluster)} {place / name}"
-    differences = differences_of(found, model, whole)
+    differences = differences_of(plan, found, model, whole)
     (folder / name).write_text(script_text(found, model, whole, differences, name))
     report = "\n".join(["otherwise than autoparallel run:", *(f"  - {d}" for d in differences)])
     return WrittenPlan((name, *model.files), start, report, {"differences": list(differences)})
 
 
 def differences_of(
-    found: ExportedPlan, model: ModelText, whole: WholeModel | None
+    plan: Plan, found: ExportedPlan, model: ModelText, whole: WholeModel | None
 ) -> tuple[str, ...]:
     """Return sentences on differences between training by a script and by ``autoparallel run``."""
-    plan = found.plan
     lines = [
         "every rank builds the whole model on its host, and keeps its part; values are those that "
         "build_model draws on one device (as run --init exact)",
@@ -129,6 +128,8 @@ def differences_of(
             "selective recomputation keeps the results of matrix products and attention, by "
             "torch.utils.checkpoint"
         )
+    if plan.most_tiles > 1:
+        lines.append("full recomputation runs the last ops of a block whole, in more memory")
     if whole is None and any(stage.zero for stage in plan.stages):
         lines.append("under ZeRO each weight is gathered by itself, when it is needed")
     if plan.gradient_order == "priority":

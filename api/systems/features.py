@@ -37,6 +37,7 @@ FEATURES = {
     "selective": "selective recomputation",
     "full": "full recomputation",
     "mixed-recompute": "recomputation of some layers",
+    "tiles": "the last ops of recomputed layers in tiles",
     "offload": "masters and optimizer states in host memory",
     "weight-layouts": "layouts of single weights",
     "uneven-shares": "unequal shares of the batch",
@@ -167,6 +168,8 @@ def _recomputation(plan: Plan) -> Iterator[Feature]:
     if counts and len(set(modes)) > 1:
         texts = " and ".join(f"{count} {mode}" for mode, count in counts.items())
         yield Feature("mixed-recompute", f"recomputation of some layers: {texts} of {len(modes)}")
+    if plan.most_tiles > 1:
+        yield Feature("tiles", f"the last ops of recomputed layers in {plan.tiles} tiles")
 
 
 def _gradients(plan: Plan) -> Iterator[Feature]:

@@ -47,6 +47,7 @@ ONE_CHAIN = {
     "gradient-sums": "what NCCL chooses",
     "gradient-order": "sums as the backward makes gradients",
     "servers": "data parallelism without servers",
+    "tiles": "these ops as a whole, which takes more memory",
     "fp64": "fp32",
 }
 """Replacements of plan features that every system lacks: each trains a chain of stages by NCCL."""

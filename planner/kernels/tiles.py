@@ -34,6 +34,10 @@ LEAST_BYTES = 256 << 20
 """Bytes of the values of a tile at the least: kernels on fewer bytes take no longer than their
 launch, and nobody lacks that memory."""
 
+LEAST_RATIO = 1.0
+"""Bytes that tiles save at the least for each byte of the sums of gradients of the weights that all
+tiles read: one device adds them up in float32, where it would else make each of them once."""
+
 
 @dataclass(frozen=True, slots=True)
 class TiledRegion:
@@ -41,7 +45,8 @@ class TiledRegion:
     strategy on the axis of tiles. ``entries``: the values that the ops read, each with its
     placement on that axis. ``cut``: shape and cut dimension of each value that is cut;
     ``num_bytes``: bytes of the cut values that the ops make; both of one row, cut by positions, or
-    of two rows, cut by rows (``num_rows``). ``is_drawn``: an op draws random numbers."""
+    of two rows, cut by rows (``num_rows``). ``is_drawn``: an op draws random numbers.
+    ``sum_bytes``: sums over the tiles of gradients of weights."""
 
     strategies: Mapping[str, AxisStrategy]
     entries: Mapping[Ref, Placement]
@@ -49,6 +54,7 @@ class TiledRegion:
     num_bytes: int
     num_rows: int
     is_drawn: bool = False
+    sum_bytes: int = 0
 
     def num_tiles(self, mesh: Mesh, batch_size: int, most: int) -> int:
         """Return the number of tiles on a rank of a mesh that computes ``batch_size`` rows: the
@@ -72,7 +78,8 @@ class TiledRegion:
         count = 1
         while 2 * count <= min(most, worthwhile) and length % (2 * count) == 0:
             count *= 2
-        return count
+        saved = share * self.num_bytes * (1 - 1 / count)
+        return count if saved >= LEAST_RATIO * self.sum_bytes else 1
 
 
 def last_region(nodes: Sequence[str], graph: Graph, rules: Rules, mesh: Mesh) -> TiledRegion | None:
@@ -192,8 +199,10 @@ class _Region:
         cut = {(self.graph.spec(ref).shape, own.dim): None for ref, own in placed if own.is_shard}
         is_drawn = any(spec_of(self.graph[name]).is_counted for name in self.chosen)
         num_rows = self.graph.batch_size
+        whole = (self.graph.spec(ref) for ref, own in self.entries.items() if not own.is_shard)
+        sum_bytes = sum(max(4, each.itemsize) * each.numel for each in whole if each.requires_grad)
         return TiledRegion(
-            self.chosen, self.entries, tuple(cut), self.num_bytes, num_rows, is_drawn
+            self.chosen, self.entries, tuple(cut), self.num_bytes, num_rows, is_drawn, sum_bytes
         )
 
 

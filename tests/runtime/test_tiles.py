@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from any_tiles import cut_all
 from processes import run_processes
 from test_verification import captured, check_verified, target, verify_all
 
@@ -17,7 +18,6 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.local.tiles import TiledCall
-from autoparallel.planner.kernels import tiles
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import plan_program
 
@@ -56,11 +56,6 @@ CASES = (
 """Models and degrees; two rows of a rank and more are cut by rows, one is cut by positions."""
 
 
-def cut_all() -> None:
-    """Have tiles of any size from now on in this process."""
-    tiles.LEAST_TOKENS, tiles.LEAST_BYTES = 1, 1
-
-
 @cache
 def planned(model: str, parallel: str) -> str:
     degrees, without, denied = parallel.partition(" without ")
@@ -68,8 +63,7 @@ def planned(model: str, parallel: str) -> str:
     options = PlanOptions(global_batch=16, seq=16, forced=forced, deny=(denied,) if without else ())
     program = captured(model, "fp32")[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "LEAST_TOKENS", 1)
-        patch.setattr(tiles, "LEAST_BYTES", 1)
+        cut_all(patch.setattr)
         found = plan_program(program, target(model), parse_cluster("cpu:4"), options)
     return dumps(found)
 

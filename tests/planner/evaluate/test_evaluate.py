@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from any_tiles import cut_all
 from one_stage import plan
 from random_suites import seeds
 from small_graphs import cluster, mlp, random_graph
@@ -24,11 +25,12 @@ from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.integer_programs.ilp import cost, memory_bytes
 from autoparallel.planner.inter_op.inter_op import StageChoice
 from autoparallel.planner.intra_op.intra_op import StageAnswer
-from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan import Plan, Recompute
+from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.candidates import Candidate
 from autoparallel.planner.search.report_plan import make_plan
-from autoparallel.planner.stage.recompute_policy import RecomputePolicy, policies
+from autoparallel.planner.stage.recompute_policy import RecomputePolicy, policies, uniform_policy
 from autoparallel.planner.stage.stage_cost import StageTable
 from autoparallel.planner.stage.stage_model import StageModel
 from autoparallel.planner.stage.stage_problem import StageOptions, StageProblem
@@ -53,8 +55,10 @@ def random_stage(
     *,
     on: Cluster | None = None,
     restriction: Restriction | None = None,
+    mode: Recompute | None = None,
 ) -> tuple[Plan, float, float]:
-    """A plan of random layouts, ZeRO and recomputation; its objective and bytes by the tables."""
+    """A plan of random layouts, ZeRO and recomputation (``mode`` of every block if given); its
+    objective and bytes by the tables."""
     on = on or cluster(4)
     prices = Prices(mesh, on, tuple(range(mesh.size)), "fp32", "adamw", rules)
     structure = Structure(graph, blocks)
@@ -64,7 +68,7 @@ def random_stage(
     setting = StageOptions(
         num_microbatches=rng.choice((1, 4)),
         zero=rng.randrange(4) if mesh.axes[0] == "dp" else 0,
-        policy=random_policy(run, rng),
+        policy=uniform_policy(mode, run.class_counts[0]) if mode else random_policy(run, rng),
         limit_bytes=1e12,
     )
     problem = stage_problem.linearized(setting)
@@ -99,6 +103,21 @@ def test_random_plans_cost_what_the_tables_say(seed: int) -> None:
     again = evaluate(graph, blocks, found, found.cluster)
     assert again.objective_seconds[0] == pytest.approx(objective, rel=1e-9)
     assert again.peak_memory_bytes == pytest.approx(num_bytes, abs=1.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans_with_tiles_cost_what_the_tables_say(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_all(monkeypatch.setattr)
+    rng, mesh = random.Random(seed), (Mesh(("dp",), (2,)), Mesh(("tp",), (4,)))[seed % 2]
+    found, objective, num_bytes = random_stage(*mlp(3, rows=16), mesh, rng, mode="full")
+    again = evaluate(*mlp(3, rows=16), found, found.cluster)
+    whole = evaluate(*mlp(3, rows=16), replace(found, tiles=1), found.cluster)
+    assert found.tiles > 1
+    assert again.objective_seconds[0] == pytest.approx(objective, rel=1e-9)
+    assert again.peak_memory_bytes == pytest.approx(num_bytes, abs=1.0)
+    assert again.peak_memory_bytes < whole.peak_memory_bytes
 
 
 @cache
@@ -160,6 +179,23 @@ def test_a_plan_that_hardly_fits_is_priced_as_it_was_predicted() -> None:
     tight = plan(graph, blocks, cluster(4), Request(256, memory_limit_bytes=limit))
     assert tight.prediction.peak_memory_bytes <= limit
     assert_agrees(tight, evaluate(graph, blocks, tight, tight.cluster))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_found_plans_with_tiles_are_priced_as_they_were_predicted(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tiles are run where gradients of weights are deferred, or if they are denied."""
+    cut_all(monkeypatch.setattr)
+    graph, blocks = mlp(3, rows=32, width=64, inner=256)
+    forced = Forced(pp=2, recompute="full", num_microbatches=4, schedule=schedule)
+    found = plan(graph, blocks, cluster(2), Request(32, forced=forced))
+    assert (found.tiles > 1) == (schedule == "1f1b")
+    assert_agrees(found, evaluate(graph, blocks, found, found.cluster))
+    denied = Features(frozenset({"tiles"}))
+    whole = plan(graph, blocks, cluster(2), Request(32, forced=forced, features=denied))
+    assert whole.tiles == 1
+    assert_agrees(whole, evaluate(graph, blocks, whole, whole.cluster))
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
