@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -175,10 +175,10 @@ def place_tiles(
     cut = _cut_values(graph, region, layouts, entering)
     axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
     rows = [axis for axis in axes if region.num_rows == 1 and mesh.axes[axis] in ROW_AXES]
-    splits = {axis: [layout[axis] == own for _, layout, own in cut] for axis in axes}
+    splits = {axis: [each.layout[axis] == each.own for each in cut] for axis in axes}
     if region.num_rows == 1:
-        joined = [own.dim == dim for dim, _, own in cut]
-        split_rows = {a for a in axes for dim, held, own in cut if _splits_rows(held[a], dim, own)}
+        joined = [each.own.dim == each.rows for each in cut]
+        split_rows = {axis for axis in axes if any(each.splits_rows(axis) for each in cut)}
         if any(splits[axis] != joined for axis in rows) or not split_rows.issubset(rows):
             return None
     of_cut = {axis: found for axis, found in splits.items() if axis not in rows}
@@ -188,7 +188,31 @@ def place_tiles(
     if any(axis < at for axis in varying) or (varying and region.is_drawn):
         return None
     count = region.num_tiles(mesh, graph.batch_size, most)
+    while count > 1 and any(each.length(mesh, varying) % count for each in cut):
+        count //= 2
     return Placed(at, count, varying) if count > 1 else None
+
+
+class _CutValue(NamedTuple):
+    """Value of a region that is cut: its size in the cut dimension, its dimension of rows, its
+    layout, and its placement on the axis of tiles."""
+
+    size: int
+    rows: int | None
+    layout: Layout
+    own: Placement
+
+    def splits_rows(self, axis: int) -> bool:
+        """Return whether a mesh axis splits the rows, where positions are another dimension."""
+        held = self.layout[axis]
+        return held.is_shard and held.dim == self.rows != self.own.dim
+
+    def length(self, mesh: Mesh, varying: Sequence[int]) -> int:
+        """Return the length that all tiles together have in each part of the value: each axis
+        splits it, or (``varying``) splits other values. It is 1 if parts are not equal."""
+        inner = (axis for axis, held in enumerate(self.layout) if held == self.own)
+        length, left = divmod(self.size, mesh.num_ranks({*inner, *varying}))
+        return 1 if left else length
 
 
 def _cut_values(
@@ -196,9 +220,7 @@ def _cut_values(
     region: TiledRegion,
     layouts: Mapping[str, NodeLayout],
     entering: Mapping[Ref, Layout],
-) -> list[tuple[int | None, Layout, Placement]]:
-    """Return, for each value of a region that is cut, its dimension of rows, its layout, and its
-    placement on the axis of tiles."""
+) -> list[_CutValue]:
     held = [(ref, entering[ref], own) for ref, own in region.entries.items()]
     for name, strategy in region.strategies.items():
         layout = layouts[name]
@@ -207,16 +229,15 @@ def _cut_values(
         held += zip(made, layout.outputs, strategy.outputs, strict=True)
     dims = graph.batch_dims
     return [
-        (dims[ref.name][ref.index] if dims else None, layout, own)
+        _CutValue(
+            graph.spec(ref).shape[own.dim],
+            dims[ref.name][ref.index] if dims else None,
+            layout,
+            own,
+        )
         for ref, layout, own in held
         if own.is_shard
     ]
-
-
-def _splits_rows(held: Placement, dim: int | None, own: Placement) -> bool:
-    """Return whether a placement splits the rows, dimension ``dim``, of a value whose positions are
-    another dimension, which ``own`` cuts."""
-    return held.is_shard and held.dim == dim != own.dim
 
 
 @dataclass(eq=False)
@@ -244,7 +265,7 @@ class TiledCall:
 
     def recorded(self, known: Sequence[Tensor] | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the region's outputs, recorded for a backward. ``known``: stand-ins for outputs
-        that nothing reads, as the call only repeats what its backward needs."""
+        that nothing reads, as the call only repeats the inputs of its backward."""
         results: tuple[Tensor, ...] = _ByTiles.apply(self, known, *inputs)  # type: ignore[no-untyped-call]
         return results
 

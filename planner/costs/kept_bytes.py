@@ -219,7 +219,7 @@ def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> 
 
 @dataclass(frozen=True, slots=True)
 class LastOps:
-    """Last ops of a block that full recomputation runs in ``count`` tiles; ``weights``: what all
+    """Last ops of a block that full recomputation runs in ``count`` tiles; ``weights``: values that all
     tiles read, whose gradients are added up."""
 
     names: frozenset[str] = frozenset()
@@ -227,7 +227,7 @@ class LastOps:
     weights: frozenset[Ref] = frozenset()
 
     def part(self, name: str, num_bytes: int) -> int:
-        """Return the bytes, at a time, of what the op ``name`` makes or works on."""
+        """Return the bytes, at a time, of ``num_bytes`` of the op ``name``."""
         return num_bytes // self.count if name in self.names else num_bytes
 
 

@@ -22,7 +22,7 @@ systems; Megatron-LM's f and g (Shoeybi et al. 2019, section 3) are Iâ†’R and Pâ
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -159,7 +159,7 @@ class Mesh:
         joint = tuple(axis for axis in axes if axis in self.joint_axes)
         return (*([joint] if joint else []), *((axis,) for axis in axes if axis not in joint))
 
-    def num_ranks(self, axes: Sequence[int]) -> int:
+    def num_ranks(self, axes: Collection[int]) -> int:
         """Return the number of ranks along ``axes`` together; 1 for no axes."""
         return prod(self.shape[axis] for axis in axes)
 

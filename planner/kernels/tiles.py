@@ -83,7 +83,7 @@ class TiledRegion:
 
 
 def last_region(nodes: Sequence[str], graph: Graph, rules: Rules, mesh: Mesh) -> TiledRegion | None:
-    """Return the largest region at the end of a block, so that no op outside reads what it makes;
+    """Return the largest region at the end of a block, whose values no op of the block outside reads;
     None without any. It is cut by positions if a rank of the mesh computes one row, else by rows.
     ``nodes``: the block's ops in order."""
     size = min(graph.batch_size // mesh.row_parts, 2)
@@ -92,7 +92,7 @@ def last_region(nodes: Sequence[str], graph: Graph, rules: Rules, mesh: Mesh) ->
             return None
         graph = graph.with_batch_size(size)
     if any(graph[name].fused is not None for name in nodes):
-        return None  # of a compiler, which decides what is kept
+        return None  # of a compiler, which decides what it keeps
 
     def strategies(node: Node) -> tuple[AxisStrategy, ...]:
         return rules.axis_strategies(node, graph, 2)
@@ -134,7 +134,7 @@ def _of_weights(nodes: Sequence[str], graph: Graph) -> frozenset[str]:
 class _Region:
     """Region that grows. ``chosen``: by op, its strategy; ``made``: values that its ops make;
     ``entries``: values from outside, of which ``weights`` are not cut; ``after``: ops outside that
-    read what the region makes, directly or not."""
+    read values of the region, directly or not."""
 
     graph: Graph
     strategies: Strategies
@@ -194,7 +194,7 @@ class _Region:
         return True
 
     def finished(self) -> TiledRegion:
-        """Return the region with the figures of what it cuts."""
+        """Return the region with the figures of the values that it cuts."""
         placed = (*self.entries.items(), *self.made.items())
         cut = {(self.graph.spec(ref).shape, own.dim): None for ref, own in placed if own.is_shard}
         is_drawn = any(spec_of(self.graph[name]).is_counted for name in self.chosen)

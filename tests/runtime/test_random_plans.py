@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.distributed as dist
+from any_tiles import cut_all
 from marks import slow
 from processes import run_processes
 from stage_simulation import plan_of, random_layouts, with_states
@@ -84,6 +85,7 @@ class Case:
     zero: int
     recompute: Recompute = "none"
     schedule: str = "1f1b"
+    tiles: int = 1
 
 
 DP2, TP2, DP2_TP2 = Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2))
@@ -94,6 +96,7 @@ FOUR_RANKS = (
     Case(6, (DP2, TP2), 3),
     Case(7, (TP2, DP2), 1, "full", "gpipe"),
     Case(8, (DP2, DP2), 2, "selective"),
+    *(Case(seed, (DP2_TP2,), 3, "full", tiles=4) for seed in range(9, 12)),
 )
 QUICK = (FOUR_RANKS[0], FOUR_RANKS[7])
 """ZeRO 0 on two axes, and two stages of different meshes with ZeRO 1 and full recomputation."""
@@ -149,7 +152,7 @@ def plan_for(case: Case, program: Program) -> Plan:
     cuts = [2] if len(case.meshes) == 2 else []
     plan = plan_of(program.blocks, cuts, case.meshes, layouts)
     plan = with_states(plan, zero=case.zero, recompute=case.recompute)
-    return replace(plan, num_microbatches=NUM_MICROBATCHES)
+    return replace(plan, num_microbatches=NUM_MICROBATCHES, tiles=case.tiles)
 
 
 def train_step(case: Case, program: Program, expected: Truth) -> None:
@@ -193,6 +196,7 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
 
 
 def run_cases(cases: tuple[Case, ...], program: Program, expected: Truth) -> None:
+    cut_all()
     for case in cases:
         try:
             train_step(case, program, expected)
