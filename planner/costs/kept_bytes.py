@@ -219,8 +219,8 @@ def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> 
 
 @dataclass(frozen=True, slots=True)
 class LastOps:
-    """Last ops of a block that full recomputation runs in ``count`` tiles; ``weights``: values that all
-    tiles read, whose gradients are added up."""
+    """Last ops of a block that full recomputation runs in ``count`` tiles; ``weights``: values
+    that all tiles read, whose gradients are added up."""
 
     names: frozenset[str] = frozenset()
     count: int = 1

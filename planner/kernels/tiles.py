@@ -83,9 +83,9 @@ class TiledRegion:
 
 
 def last_region(nodes: Sequence[str], graph: Graph, rules: Rules, mesh: Mesh) -> TiledRegion | None:
-    """Return the largest region at the end of a block, whose values no op of the block outside reads;
-    None without any. It is cut by positions if a rank of the mesh computes one row, else by rows.
-    ``nodes``: the block's ops in order."""
+    """Return the largest region at the end of a block; None without any. No op of the block outside
+    the region reads its values. It is cut by positions if a rank of the mesh computes one row, else
+    by rows. ``nodes``: the block's ops in order."""
     size = min(graph.batch_size // mesh.row_parts, 2)
     if size and graph.batch_size != size:
         if not graph.batch_dims:
@@ -167,8 +167,8 @@ class _Region:
             self.after.add(node.name)
 
     def _is_next(self, node: Node) -> bool:
-        """Return whether an op reads values that are cut. What it computes of data alone, such as
-        targets, it computes before."""
+        """Return whether an op reads values that are cut. Ops on values without gradients, such as
+        targets, are left out."""
         reads = [self.made[ref] for ref in node.inputs if ref in self.made]
         if not reads and any(spec.requires_grad for spec in node.outputs):
             reads = [self.entries[ref] for ref in node.inputs if ref in self.entries]
