@@ -24,6 +24,8 @@ from ...cost_model.ops.memory import PrecisionPolicy
 from ..costs.kept_bytes import memory_of
 from ..costs.prices import Prices
 from ..graph.graph import Block, Ref, TensorSpec
+from ..graph.layout import Mesh
+from ..kernels.tiles import last_region
 from ..stage.range_classes import Floats, RunClasses
 from ..stage.stage_model import StageModel
 from ..stage.structure import Structure
@@ -139,8 +141,20 @@ class LeastBytes:
             sum(numel * size for numel, size in once)
         )
 
+    def _tiled(self, block: Block, prices: Prices) -> set[str]:
+        """Return the ops that full recomputation may run tile by tile, by rows or by positions."""
+        graph, found = self.structure.graph, set[str]()
+        if prices.assumptions.tiles > 1:
+            for parts in (1, graph.batch_size):
+                mesh = Mesh(("dp",), (parts,))
+                region = last_region(block.nodes, graph, prices.rules, mesh)
+                if region is not None:
+                    found.update(region.strategies)
+        return found
+
     def _of_block(self, block: Block, prices: Prices) -> _BlockSizes:
-        graph, nodes = self.structure.graph, [self.structure.graph[name] for name in block.nodes]
+        graph, tiled = self.structure.graph, self._tiled(block, prices)
+        nodes = [graph[name] for name in block.nodes if name not in tiled]
         saved: dict[Ref, int] = {}
         for node in nodes:
             if any(spec.requires_grad for spec in node.outputs):
