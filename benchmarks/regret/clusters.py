@@ -51,7 +51,7 @@ class Emulated:
             launch_seconds=0.0,
             issue_seconds=self.issue_seconds,
             message_seconds=self.message_seconds,
-            slowdown=dict.fromkeys(STATE_COLLECTIVES, 1.0),
+            slowdown=dict.fromkeys((*STATE_COLLECTIVES, "all_to_all"), 1.0),
         )
 
     def partitions(self) -> list[tuple[tuple[int, ...], ...]]:
