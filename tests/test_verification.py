@@ -66,7 +66,7 @@ def target(model: str) -> Target:
 
     With dropout: a GPT that has it everywhere (``dropout``), or everywhere but on attention's
     weights (``dropped``), or one that sees later positions (``bidirectional``); Hugging Face GPT-2.
-    A mixture with shared experts (``shared``): Qwen2-MoE.
+    A mixture with shared experts (``shared``): Qwen2-MoE; with two experts (``few``): Mixtral.
     """
     if model in ("gpt", "gpt-tied"):
         return load_target("examples/gpt.py", {**GPT, "tied": model == "gpt-tied"})
@@ -76,6 +76,8 @@ def target(model: str) -> Target:
         return load_target("tests/models/gpt_dropout.py", {"causal": False})
     if model == "dropped":
         return load_target("tests/models/gpt_dropout.py", {"in_attention": False})
+    if model == "few":
+        return load_target("hf:tests/models/mixtral", {"num_local_experts": 2})
     if model == "shared":
         return load_target("hf:tests/zoo/qwen2_moe", {})
     folder = "models" if Path("tests/models", model).is_dir() else "zoo"

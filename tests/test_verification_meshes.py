@@ -30,6 +30,7 @@ from autoparallel.runtime.verify.verify import Verification
 FEW = (
     ("gpt", "dp=2,cp=2"),
     ("mixtral", "dp=4,ep=2,zero=2"),
+    ("few", "dp=4,ep=2,zero=3,microbatches=2"),
     ("mixtral", "dp=4,ep=4,zero=3,microbatches=2,recompute=full"),
 )
 FOUR = (
@@ -37,6 +38,8 @@ FOUR = (
     ("gpt-tied", "dp=2,cp=2,zero=3,microbatches=2"),
     ("llama", "cp=4,zero=3,microbatches=2"),
     ("mixtral", "dp=4,ep=2,zero=1,microbatches=2"),
+    ("few", "dp=4,ep=2,zero=1,microbatches=2"),
+    ("few", "dp=4,ep=2,zero=2"),
     ("mixtral", "dp=4,ep=2,zero=3,recompute=selective"),
     ("mixtral", "dp=4,ep=4,zero=2,microbatches=2"),
     ("mixtral", "dp=2,ep=2,pp=2,zero=3,microbatches=4,schedule=1f1b"),

@@ -6,14 +6,14 @@ In: a call in a rank's program. Out: the call of the copy of the same function i
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from autoparallel.passes.local.localize import MADE_BY
 from autoparallel.passes.ops.collectives import apply_steps, parse_steps
-from autoparallel.passes.ops.experts import Slices
+from autoparallel.passes.ops.experts import Sending, Slices
 from autoparallel.passes.ops.local_loss import MEAN, cross_entropy, nll_loss
 from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
 from autoparallel.planner.graph.layout import Step
@@ -31,6 +31,9 @@ from autoparallel.script.writer import MOVES, Writer, unwritable
 
 NAMED_AXES = ("axes", "balanced", "gathered", "row_axes", "sent")
 """Arguments of this package's functions that are mesh axes."""
+
+FORMS: Mapping[str, Any] = {"slices": Slices, "sending": Sending}
+"""Options that are named tuples."""
 
 ONLY_HERE = ("counted", "placed")
 """Options that change no result, and that scripts lack: counts of the tokens of experts, and copies
@@ -58,11 +61,13 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
     kwargs = {name: each for name, each in kwargs.items() if name not in ONLY_HERE}
     if "activation" in kwargs:
         kwargs = {**kwargs, "activation": _activation(writer, str(kwargs["activation"]))}
-    if "slices" in kwargs:
-        writer.uses.add(Slices.__name__)
-        fields = Slices(*kwargs["slices"])._asdict()
-        own = {name: _named(name, value, axes) for name, value in fields.items()}
-        kwargs = {**kwargs, "slices": call_of(Slices.__name__, [], own)}
+    for form, kind in FORMS.items():
+        if form in kwargs:
+            writer.uses.add(kind.__name__)
+            fields = kind(*kwargs[form])._asdict()
+            own = {name: _named(name, value, axes) for name, value in fields.items()}
+            own = {name: value for name, value in own.items() if name not in ONLY_HERE}
+            kwargs = {**kwargs, form: call_of(kind.__name__, [], own)}
     named = {name: _named(name, value, axes) for name, value in kwargs.items()}
     return call_of(function.__name__, [Expression("mesh"), *args], named)
 

@@ -45,7 +45,7 @@ RENAMED = (
     (r"\bctx\.rank\b", "ctx.mesh"),
     (r"\bcommunicator\b", "mesh"),
     (r"\bRank\b", "Mesh"),
-    (r"\b(axes|gathered): tuple\[int, \.\.\.\]", r"\1: tuple[str, ...]"),
+    (r"\b(axes|gathered|sent): tuple\[int, \.\.\.\]", r"\1: tuple[str, ...]"),
     (r"\baxis: int\b", "axis: str"),
     (r"\bactivation: str\b", "activation: Callable[[Tensor], Tensor]"),
 )

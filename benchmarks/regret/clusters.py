@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autoparallel.cost_model.cluster.cluster import STATE_COLLECTIVES, Cluster, Device, Host, Link
+from autoparallel.cost_model.cluster.cluster import (
+    OVERLAPPED_COLLECTIVES,
+    Cluster,
+    Device,
+    Host,
+    Link,
+)
 
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 10e9, 10e9
 """What an emulated device does: so little that the machine's own two cores do not matter."""
@@ -51,7 +57,7 @@ class Emulated:
             launch_seconds=0.0,
             issue_seconds=self.issue_seconds,
             message_seconds=self.message_seconds,
-            slowdown=dict.fromkeys(STATE_COLLECTIVES, 1.0),
+            slowdown=dict.fromkeys(OVERLAPPED_COLLECTIVES, 1.0),
         )
 
     def partitions(self) -> list[tuple[tuple[int, ...], ...]]:

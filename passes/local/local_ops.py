@@ -27,7 +27,14 @@ from ...planner.ops.experts import column_order
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
 from ..ops.collectives import Rank
 from ..ops.eight_bits import eight_bit_linear
-from ..ops.experts import Slices, finish_experts, send_tokens, sent_experts, split_experts
+from ..ops.experts import (
+    Sending,
+    Slices,
+    finish_experts,
+    send_tokens,
+    sent_experts,
+    split_experts,
+)
 from ..ops.local_loss import MEAN, cross_entropy, nll_loss
 from ..ops.nf4 import nf4_linear
 from ..ops.random_ops import DROPOUT, dropout_part, uniform_part
@@ -233,16 +240,13 @@ def _experts(op: LocalOp) -> Call:
     if not (sent or gathered):
         arguments = (op[name] for name in names)
         return op.by_rank(split_experts, *arguments, **options, counted=counted)
-    sending: dict[str, Any] = {"sent": sent, "counted": counted}
-    if is_halved(op.layout):
-        sending["num_parts"] = 2
-    if sent == axes and not sliced:
-        sending["placed"] = op.rank.placements.get(op.node.name, ())
+    is_placed = sent == axes and not sliced
+    placed = op.rank.placements.get(op.node.name, ()) if is_placed else ()
+    sending = Sending(axes, sent, gathered, 1 + is_halved(op.layout), counted, placed)
     if not op.has_others_beside:
-        return op.by_rank(sent_experts, *(op[name] for name in names), **options, **sending)
+        return op.by_rank(sent_experts, *(op[name] for name in names), **options, sending=sending)
     held = op.local_specs()[0][op.positions["up"]].shape[0]
-    sending |= {"axes": axes, "gathered": gathered}
-    start = op.by_rank(send_tokens, op["x"], op["ids"], held=held, **sending)
+    start = op.by_rank(send_tokens, op["x"], op["ids"], held=held, sending=sending)
     rest = op.by_rank(finish_experts, *(op[name] for name in names[2:]), **options)
     return replace(rest, start=start)
 

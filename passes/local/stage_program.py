@@ -70,6 +70,18 @@ def shard_axes(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> tuple
     return tuple(axis for axis in mesh.joint_axes if not layout[axis].is_shard)
 
 
+def shard_dim(shape: Sequence[int], shards: int) -> int:
+    """Return the dimension along which ZeRO shards a rank's part of a parameter over ``shards``
+    ranks: the first, or a later one that they divide if they are more than the first is long, such
+    as a few experts.
+
+    >>> shard_dim((10, 3), 4), shard_dim((2, 3, 8), 4), shard_dim((2, 3), 4)
+    (0, 2, 0)
+    """
+    later = (dim for dim, size in enumerate(shape) if dim and size % shards == 0)
+    return next(later, 0) if shape and shape[0] < shards else 0
+
+
 @dataclass(frozen=True, slots=True)
 class BlockProgram:
     """Program of a block (layer) on one rank: ``module.forward(*inputs)`` returns the tuple of

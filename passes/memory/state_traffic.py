@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...cost_model.ops.memory import PrecisionPolicy
 from ...planner.graph.layout import Mesh, Placement
-from ..local.stage_program import StageProgram
+from ..local.stage_program import StageProgram, shard_dim
 from .storages import LiveBytes
 
 Library = Literal["gloo", "nccl"]
@@ -250,11 +250,13 @@ def forget_gradient(parameter: nn.Parameter) -> None:
 
 
 def padded_numel(shape: Sequence[int], shards: int) -> int:
-    """Return the number of elements of a parameter whose rows are padded to a multiple of
-    ``shards``.
+    """Return the number of elements of a parameter whose sharded dimension is padded to a multiple
+    of ``shards``.
 
-    >>> padded_numel((3, 5), 2), padded_numel((), 1)
-    (20, 1)
+    >>> padded_numel((3, 5), 2), padded_numel((), 1), padded_numel((1, 4), 2)
+    (20, 1, 4)
     """
-    rows, *rest = shape or (1,)
-    return -(-rows // shards) * shards * prod(rest)
+    if not shape:
+        return 1
+    rows = shape[shard_dim(shape, shards)]
+    return prod(shape) // rows * -(-rows // shards) * shards

@@ -215,6 +215,21 @@ def _first_expert(rank: Rank, weights: tuple[Tensor | None, ...], axes: tuple[in
     return first
 
 
+class Sending(NamedTuple):
+    """Way in which tokens are sent to experts, which are split over mesh axes ``axes``. Tokens are
+    split over the axes ``sent`` among them, and travel in ``num_parts`` exchanges of equally many
+    rows. Ranks along ``gathered`` hold slices of the same experts, so they tell each other their
+    counts. ``counted``: as for ``split_experts``. ``placed``: experts that not only their owner
+    computes (see ``_Placed``)."""
+
+    axes: tuple[int, ...]
+    sent: tuple[int, ...]
+    gathered: tuple[int, ...] = ()
+    num_parts: int = 1
+    counted: tuple[str, int] | None = None
+    placed: Placed = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SentTokens:
     """Tokens of one layer on their way to their experts, as N rows (token and expert) that travel
@@ -230,29 +245,16 @@ class SentTokens:
     placing: _Placed | None
 
 
-def send_tokens(  # noqa: PLR0913
-    rank: Rank,
-    x: Tensor,
-    ids: Tensor,
-    *,
-    held: int,
-    axes: tuple[int, ...],
-    sent: tuple[int, ...],
-    gathered: tuple[int, ...] = (),
-    num_parts: int = 1,
-    counted: tuple[str, int] | None = None,
-    placed: Placed = (),
-) -> SentTokens:
-    """Start to send each of this rank's tokens to its experts; ``finish_experts`` waits for them.
-    Experts are split over mesh axes ``axes``, ``held`` on each rank, and tokens over the axes
-    ``sent`` among them. The rows travel in ``num_parts`` exchanges of equally many rows. Ranks
-    along ``gathered`` have slices of the same experts, so they tell each other their counts.
-    ``counted`` and ``placed``: as for ``sent_experts``."""
-    if counted is not None:
-        count_routed(rank, ids, *counted)
+def send_tokens(rank: Rank, x: Tensor, ids: Tensor, *, held: int, sending: Sending) -> SentTokens:
+    """Start to send each of this rank's tokens to its experts, of which each rank holds ``held``;
+    ``finish_experts`` waits for them."""
+    sending = Sending(*sending)  # graphs hold plain tuples
+    axes, sent, num_parts = sending.axes, sending.sent, sending.num_parts
+    if sending.counted is not None:
+        count_routed(rank, ids, *sending.counted)
     places, place = _by_rank(rank, held, axes, sent, ids.device)
     num_ranks, num_places = places.shape
-    placing = _Placed.of(placed, num_ranks, held, place) if placed else None
+    placing = _Placed.of(sending.placed, num_ranks, held, place) if sending.placed else None
     if placing is not None:
         num_places = placing.size
         slots, experts = placing.slots(ids), torch.arange(num_places, device=ids.device)
@@ -266,7 +268,8 @@ def send_tokens(  # noqa: PLR0913
     wanted, order = (part * count + slots.reshape(-1)).sort(stable=True)
     ends = torch.searchsorted(wanted, every, right=True)
     counts = ends.diff(prepend=ends.new_zeros(1)).view(num_parts, num_ranks, num_places)
-    parts, received = rank.communicator.parts(counts.transpose(0, 1).contiguous(), sent, gathered)
+    counts = counts.transpose(0, 1).contiguous()
+    parts, received = rank.communicator.parts(counts, sent, sending.gathered)
     rows = x.unsqueeze(-2).expand(*ids.shape, width).reshape(-1, width)[order]
     starts = [-(-num_rows * at // num_parts) for at in range(num_parts + 1)]
     sizes = [end - start for start, end in pairwise(starts)]
@@ -313,40 +316,22 @@ def finish_experts(
     return weighted.sum(-2).to(made.dtype)
 
 
-def sent_experts(  # noqa: PLR0913
+def sent_experts(
     rank: Rank,
     x: Tensor,
     ids: Tensor,
     scores: Tensor,
     *weights: Tensor | None,
-    axes: tuple[int, ...],
-    sent: tuple[int, ...],
-    slices: Slices | None = None,
-    num_parts: int = 1,
-    counted: tuple[str, int] | None = None,
-    placed: Placed = (),
+    sending: Sending,
     **options: Any,
 ) -> Tensor:
-    """Compute for each of this rank's tokens the weighted sum of its experts' outputs. Experts are
-    split over mesh axes ``axes``. Tokens are split over the axes ``sent`` among them, and sent to
-    their experts in ``num_parts`` exchanges; over the others the results are partial sums. The
-    ranks that hold ``slices`` of the same experts then gather each other's rows, and sum the
-    results. ``counted``: as for ``split_experts``. ``placed``: experts that not only their owner
-    computes (see ``_Placed``)."""
+    """Compute for each of this rank's tokens the weighted sum of its experts' outputs. Tokens are
+    sent to their experts as ``sending`` says; over other mesh axes that split experts the results
+    are partial sums. The ranks that hold ``slices`` of the same experts then gather each other's
+    rows, and sum the results."""
     assert weights[0] is not None
-    tokens = send_tokens(
-        rank,
-        x,
-        ids,
-        held=weights[0].shape[0],
-        axes=axes,
-        sent=sent,
-        gathered=() if slices is None else slices.gathered,
-        num_parts=num_parts,
-        counted=counted,
-        placed=placed,
-    )
-    return finish_experts(rank, tokens, scores, *weights, axes=axes, slices=slices, **options)
+    tokens = send_tokens(rank, x, ids, held=weights[0].shape[0], sending=sending)
+    return finish_experts(rank, tokens, scores, *weights, **options)
 
 
 def _by_rank(

@@ -8,7 +8,7 @@ balanced and not, and tokens are offered sent to experts at once and in halves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -34,7 +34,6 @@ from ..graph.layout import (
     AxisStrategy,
     InnerCollective,
     Layout,
-    Mesh,
     NodeLayout,
     Placement,
     balanced_axes,
@@ -49,11 +48,11 @@ from ..ops.experts import group_limit, sent_strategies
 from ..requests.features import Features, allowed
 from ..requests.pins import Pins, keep_pinned
 from .conversions import batch_split, batch_whole, parameters_split, positions_split
+from .expert_prices import Inner
 from .price_cache import ByIdentity, find, number_of
 from .prices import Prices
 
 T = TypeVar("T")
-Inner = tuple[tuple[int, InnerCollective], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,16 +225,16 @@ def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayo
 def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
     """Return every strategy of an op on an axis of ``size`` ranks. Cached for equal ops."""
     form, own = _form(node, graph, prices), prices.assumptions
-    limit = group_limit(node, graph) if own.sends_tokens else (1, 1)
+    hides, limit = own.hides_exchanges, group_limit(node, graph) if own.sends_tokens else (1, 1)
 
     def make() -> tuple[AxisStrategy, ...]:
-        found = prices.rules.axis_strategies(node, graph, size)
-        if not own.sends_tokens:
-            return found
-        specs, in_halves = input_specs(node, graph), own.hides_exchanges
-        return (*sent_strategies(node, specs, size, limit, in_halves=in_halves), *found)
+        specs, found = input_specs(node, graph), prices.rules.axis_strategies(node, graph, size)
+        sent = (
+            sent_strategies(node, specs, size, limit, in_halves=hides) if own.sends_tokens else ()
+        )
+        return (*sent, *found)
 
-    return find(prices.cache.strategies, (form, size, limit, own.hides_exchanges), make)
+    return find(prices.cache.strategies, (form, size, limit, hides), make)
 
 
 def _form(node: Node, graph: Graph, prices: Prices) -> int:
@@ -460,44 +459,3 @@ def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:
 def _serves(wanted: Layout, held: Layout) -> bool:
     """Return whether layout ``held`` equals ``wanted`` on every axis that ``wanted`` splits."""
     return all(own == want for want, own in zip(wanted, held, strict=True) if want.is_shard)
-
-
-def unsharded_ops(
-    graph: Graph, nodes: Iterable[str], layouts: Mapping[str, NodeLayout], prices: Prices
-) -> tuple[str, ...]:
-    """Return a line for each matrix product or attention op and mesh axis for which every rank
-    computes the whole op, as the axis size does not divide its dimensions. ``nodes``: names of
-    ops."""
-    found = []
-    for name in nodes:
-        node = graph[name]
-        for axis, size in enumerate(prices.mesh.shape):
-            if (
-                size > 1
-                and _is_whole_on(layouts[name], axis)
-                and _is_kept_whole_by(node, graph, size, prices)
-            ):
-                found.append(_describe_undivided(node, graph, prices.mesh, axis))
-    return tuple(found)
-
-
-def _is_whole_on(layout: NodeLayout, axis: int) -> bool:
-    return not any(each[axis].is_shard for each in (*layout.inputs, *layout.outputs))
-
-
-def _is_kept_whole_by(node: Node, graph: Graph, size: int, prices: Prices) -> bool:
-    """Return whether an op could be split on ``size`` ranks if that divided its dimensions."""
-    work = prices.rules.work(node, input_specs(node, graph), node.outputs)
-    if not work.flops_forward or work.family not in ("matmul", "attention", "conv"):
-        return False
-    anyhow, divided = (
-        {each.label for each in prices.rules.axis_strategies(node, graph, of)} for of in (1, size)
-    )
-    return bool(anyhow - divided)
-
-
-def _describe_undivided(node: Node, graph: Graph, mesh: Mesh, axis: int) -> str:
-    shapes = ", ".join("×".join(map(str, graph.spec(ref).shape)) for ref in node.inputs)
-    op = node.op.split(".")[1]
-    where = f"{mesh.axes[axis]}={mesh.shape[axis]}"
-    return f"{op} of {node.module or node.name} is whole on {where}, which does not divide {shapes}"

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.ops.compute import least_seconds
-from ..costs.choices import input_specs, unsharded_ops
+from ..costs.choices import input_specs
 from ..costs.kept_bytes import last_ops
 from ..costs.prices import Rules
+from ..costs.unsharded import unsharded_ops
 from ..dims.batch import meeting, meeting_text
 from ..evaluate.step import prediction_of, send_seconds
 from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
 from ...cost_model.ops.memory import DEFAULT, StateOptions
+from ...passes.local.stage_program import shard_dim
 from ...passes.ops.collectives import local_tensor
 from ...passes.ops.nf4 import pack_nf4, unpack_nf4
 from ...planner.graph.graph import TensorSpec
@@ -64,13 +65,15 @@ def shard_region(
     box = local_region(shape, layout, mesh, coordinates)
     if not axes:
         return box
-    start, stop = box[0]
-    rows = -(-(stop - start) // mesh.num_ranks(axes))
+    shards = mesh.num_ranks(axes)
+    dim = shard_dim(region_shape(box), shards)
+    start, stop = box[dim]
+    rows = -(-(stop - start) // shards)
     place = 0
     for axis in axes:
         place = place * mesh.shape[axis] + coordinates[axis]
     first = min(start + place * rows, stop)
-    return ((first, min(first + rows, stop)), *box[1:])
+    return (*box[:dim], (first, min(first + rows, stop)), *box[dim + 1 :])
 
 
 def dtensor_placements(layout: Layout) -> tuple[DTensorPlacement, ...]:

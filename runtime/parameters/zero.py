@@ -15,7 +15,8 @@ already the mean over the whole micro-batch.
 
 A parameter is sharded over all ranks of the joint axes on which it is whole (``StageProgram.
 shard_axes``): weights of experts over fewer ranks than the rest of their block. ``fully_shard`` has
-one group of ranks per module, so a wrapper of the block gathers and reduces these.
+one group of ranks per module, so a wrapper of the block gathers and reduces these. It is cut along
+its first dimension, or a later one where that is shorter than the ranks are many (``shard_dim``).
 
 While a group of blocks computes, the next group's parameters are gathered, and the gradients
 of the group before are reduce-scattered.
@@ -40,8 +41,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from ...passes.local.stage_program import shard_dim
 from ...passes.ops.collectives import local_tensor
 from ..messages.communicator import reduce_scatter
 from ..messages.groups import mesh_along
@@ -229,10 +231,16 @@ def _shard(
     ignored = {each.leaf for each in stage.by_name.values() if each.leaf is not None}
     own = {parameter.name for parameter in owner.parameters}
     ignored |= {getattr(*stage.owner(each.name)) for each in among if each.name not in own}
+    mesh = mesh_along(stage.device_mesh, owner.axes)
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(shard_dim(local_tensor(parameter).shape, mesh.size()))
+
     fully_shard(
         owner.modules,
-        mesh=mesh_along(stage.device_mesh, owner.axes),
+        mesh=mesh,
         reshard_after_forward=stage.zero == 3,
+        shard_placement_fn=placement,
         mp_policy=policy,
         ignored_params=ignored,
     )

@@ -39,7 +39,8 @@ class Weight:
 
     The optimizer updates ``master``: the part itself or, under ZeRO, this rank's share of it. All
     ranks of the axis ``joint``, which hold the same part, have shares of equally many rows; the
-    last may end in zeros. ZeRO 1 cuts the gradient after the last micro-batch, 2 and 3 after each.
+    last may end in zeros. If they are more than the rows and divide a later dimension ``dim``, they
+    share that. ZeRO 1 cuts the gradient after the last micro-batch, 2 and 3 after each.
     ``local`` is the part in ``COMPUTE``.
     """
 
@@ -55,7 +56,10 @@ class Weight:
         if self.joint and not self.zero:
             self.sums.insert(0, self.joint)
         part = own(whole, split, mesh)
-        self.rows = part.shape[0] if part.dim() else 0
+        self.rows, self.dim = part.shape[0] if part.dim() else 0, 0
+        if self.zero and self.rows < mesh.size(self.joint):
+            later = (d for d, n in enumerate(part.shape) if d and n % mesh.size(self.joint) == 0)
+            self.dim = next(later, 0)
         self.master = nn.Parameter(self.share(part).to(MASTER, copy=True), requires_grad=trained)
         self.local = self.master
         if self.zero in (1, 2) or (not self.zero and COMPUTE != MASTER):
@@ -65,18 +69,21 @@ class Weight:
 
     def padded(self, part: Tensor) -> Tensor:
         """Append rows of zeros to ``part``, so that all ranks get shares of equally many rows."""
+        if self.dim:
+            return part
         count = -len(part) % self.mesh.size(self.joint)
         return torch.cat([part, part.new_zeros(count, *part.shape[1:])])
 
     def share(self, part: Tensor) -> Tensor:
         """Return this rank's ZeRO shard of ``part``; ``part`` itself without ZeRO."""
-        return own(self.padded(part), {self.joint: 0}, self.mesh) if self.zero else part
+        return own(self.padded(part), {self.joint: self.dim}, self.mesh) if self.zero else part
 
     def gather(self, share: Tensor) -> Tensor:
         """All-gather this rank's part of a tensor from the ranks' ZeRO shards."""
         if not self.zero:
             return share
-        return self.mesh.all_gather(share, self.joint, 0)[: self.rows]
+        whole = self.mesh.all_gather(share, self.joint, self.dim)
+        return whole if self.dim else whole[: self.rows]
 
     def whole(self, share: Tensor) -> Tensor:
         """All-gather the whole tensor from all ranks' ZeRO shards of their parts."""
@@ -103,7 +110,7 @@ class Weight:
 
     def add(self, gradient: Tensor) -> None:
         if self.zero >= 2:
-            gradient = self.mesh.reduce_scatter(self.padded(gradient), self.joint, 0)
+            gradient = self.mesh.reduce_scatter(self.padded(gradient), self.joint, self.dim)
         self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
 
     def complete(self) -> None:
@@ -111,7 +118,9 @@ class Weight:
         if self.gradient is None:
             return
         if self.zero == 1:
-            self.gradient = self.mesh.reduce_scatter(self.padded(self.gradient), self.joint, 0)
+            self.gradient = self.mesh.reduce_scatter(
+                self.padded(self.gradient), self.joint, self.dim
+            )
         for axis in self.sums:
             self.gradient = self.mesh.all_reduce(self.gradient, axis)
 

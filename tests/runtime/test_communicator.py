@@ -11,7 +11,7 @@ from processes import run_processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
-from autoparallel.passes.ops.experts import Slices, sent_experts
+from autoparallel.passes.ops.experts import Sending, Slices, sent_experts
 from autoparallel.runtime.messages import device_queue
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
 from autoparallel.runtime.messages.device_queue import HostCopy, HostQueue, Waitable
@@ -124,8 +124,8 @@ def _log_of_experts() -> list[str]:
         for size in ((4, 4), (4, 2), (1, 6, 4), (1, 4, 6))
     )
     ids, text = torch.tensor([[0, 1]] * 4), '[["torch.relu", [{"at": 0}], {}]]'
-    options: Any = {"activation": text, "transposed": False, "axes": (0,), "sent": (0,)}
-    options["slices"] = Slices((1,), (1,))
+    options: Any = {"activation": text, "transposed": False, "axes": (0,)}
+    options |= {"slices": Slices((1,), (1,)), "sending": Sending((0,), (0,), (1,))}
     with Logged():
         made = sent_experts(rank, x, ids, scores, up, down, **options)
     LOG.append("backward")

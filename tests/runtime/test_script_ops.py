@@ -12,6 +12,7 @@ from autoparallel.passes.ops.lower_right import split_in_half
 from autoparallel.runtime.script_parts import ops
 from autoparallel.runtime.script_parts.mesh import Mesh
 from autoparallel.runtime.script_parts.stages import Draw
+from autoparallel.runtime.script_parts.weights import Weight
 
 DRAW = Draw(seed=7, first=3)
 
@@ -142,3 +143,25 @@ def test_a_part_of_a_micro_batch_starts_at_its_rows_in_the_whole_batch() -> None
         lambda mesh: ops.start_of(x, mesh, draw.of(5), split={"dp": 0, "tp": 0}, rows=None),
     )
     assert twice == [(0, 0), (4, 0), (8, 0), (12, 0)]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("shape", "share"), [((1, 4, 6), 6), ((2, 3, 8), 12), ((5, 3), 6)])
+def test_ranks_share_a_weight_of_few_rows_along_another_dimension(
+    shape: tuple[int, ...], share: int, zero: int
+) -> None:
+    """Five rows are padded to eight, of which each of four ranks has two."""
+    matrix = torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+    def run(mesh: Mesh) -> tuple[int, Tensor, Tensor]:
+        weight = Weight(matrix, {}, mesh, trained=True, zero=zero)
+        weight.add(torch.full(shape, 1.0 + mesh.coordinate("dp")))
+        weight.complete()
+        assert weight.gradient is not None
+        own = weight.master.detach()
+        return own.numel(), weight.whole(own), weight.whole(weight.gradient)
+
+    for numel, whole, gradient in on_ranks({"dp": 4}, run):
+        assert numel == share
+        assert torch.equal(whole, matrix)
+        assert torch.equal(gradient, torch.full(shape, 10.0))

@@ -17,7 +17,13 @@ from torch.nn import functional
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.local.simulated import ThreadCommunicator, run_ranks
 from autoparallel.passes.ops.activation import activate, describe
-from autoparallel.passes.ops.experts import Slices, run_experts, sent_experts, split_experts
+from autoparallel.passes.ops.experts import (
+    Sending,
+    Slices,
+    run_experts,
+    sent_experts,
+    split_experts,
+)
 from autoparallel.passes.programs.program import Program
 from autoparallel.passes.tracing.hf_experts import capturable_experts
 from autoparallel.planner.graph.layout import REPLICATE, SLICED, Mesh, shard
@@ -131,7 +137,8 @@ def test_tokens_are_sent_to_their_experts_and_back(
         own = [each.detach()[tokens].requires_grad_() for each in (x, scores)]
         held = [each.detach()[2 * number : 2 * number + 2].requires_grad_() for each in (up, down)]
         rank: Any = SimpleNamespace(communicator=communicator)
-        how = {"axes": (0, 1), "sent": sent, "num_parts": num_parts}
+        sending = Sending((0, 1), sent, num_parts=num_parts)
+        how: Any = {"axes": (0, 1), "sending": sending}
         made = sent_experts(rank, own[0], ids[tokens], own[1], *held, **how, **options)
         made.backward(gradient[tokens])
         return made.detach(), *(each.grad for each in (*own, *held))
@@ -194,8 +201,8 @@ def test_ranks_with_slices_of_experts_compute_them_together(
             given[1],
             *held,
             axes=(0,),
-            sent=(0,) if ep > 1 else (),
             slices=slices,
+            sending=Sending((0,), (0,) if ep > 1 else (), slices.gathered),
             **options,
         )
         made.backward(gradient[own])
@@ -269,7 +276,7 @@ def test_placed_experts_are_computed_by_other_ranks(biased: bool, hit: int) -> N
         own = [each.detach()[tokens].requires_grad_() for each in (x, scores)]
         held = [each.detach()[part].requires_grad_() for each in weights]
         rank: Any = SimpleNamespace(communicator=communicator)
-        split = {"axes": (0, 1), "sent": (0, 1), "placed": PLACED}
+        split: Any = {"axes": (0, 1), "sending": Sending((0, 1), (0, 1), placed=PLACED)}
         made = sent_experts(rank, own[0], ids[tokens], own[1], *held, **split, **options)
         made.backward(gradient[tokens])
         return made.detach(), *(each.grad for each in (*own, *held))

@@ -16,7 +16,7 @@ from autoparallel.cost_model.collectives.dispatch import DISPATCHERS, ROW_COPIES
 from autoparallel.cost_model.ops.compute import rate
 from autoparallel.passes.ops.activation import describe
 from autoparallel.passes.ops.collectives import Alone, Parts, Rank, parts_of
-from autoparallel.passes.ops.experts import run_experts, sent_experts
+from autoparallel.passes.ops.experts import Sending, run_experts, sent_experts
 from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import CostAssumptions
 from autoparallel.planner.costs.prices import Prices
@@ -159,7 +159,8 @@ def test_kernels_are_those_that_the_runtime_issues(
     rank = Rank(Mesh(("ep",), (2,)), (0,), Pair())
     with Kernels() as forward:
         if num_parts:
-            options |= {"axes": (0,), "sent": (0,), "num_parts": num_parts}
+            sending = Sending((0,), (0,), num_parts=num_parts)
+            options |= {"axes": (0,), "sending": sending}
             made = sent_experts(rank, x, ids, scores, *weights, **options)
         else:
             made = run_experts(x, ids, scores, *weights, **options)
