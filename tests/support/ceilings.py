@@ -88,7 +88,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 10, STATED),
     ("exceptions from formatting (fmt: skip, fmt: off)", 0, KERNELS),
     ("pages of docs/ without docs/adr/", 19),
-    ("words of docs/ without docs/adr/ and generated pages", 28561, TILES),
+    ("words of docs/ without docs/adr/ and generated pages", 28578, EXPERTS),
     ("words of CHANGELOG.md", 316, TILES),
     ("words of README.md", 1447, DOORS),
     ("tests: lines", 74824, TILES),
