@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ...planner.graph.graph import Graph, Node, Ref
 from ...planner.graph.layout import Mesh
-from ...planner.ops.case import argument
+from ...planner.ops.catalog import ignored_class
 from ..ops.collectives import Alone, Rank
 from ..ops.local_loss import count_targets
 from ..ops.random_ops import Draws
@@ -29,8 +29,6 @@ from .localize import (
     total_key,
     value_key,
 )
-
-_IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +172,6 @@ def build_counting(
 
 def _counted(graph: Graph, node: Node) -> Counted:
     weight = value_key(node.inputs[2]) if len(node.inputs) > 2 else None
-    ignored = int(argument(node, 4, "ignore_index", _IGNORE_INDEX))
+    ignored = ignored_class(node)
     target, dtype = value_key(node.inputs[1]), graph.spec(Ref(node.name)).dtype
     return Counted(count_key(node.name), target, weight, ignored, dtype)

@@ -34,8 +34,7 @@ from ...planner.graph.layout import (
     sent_axes,
 )
 from ...planner.kernels.tiles import TiledRegion
-from ...planner.ops.case import argument
-from ...planner.ops.catalog import has_classes
+from ...planner.ops.catalog import has_classes, ignored_class
 from ..backward.compiled_runs import WAITS
 from ..backward.replayed import MARK, TILED, Replayed
 from ..ops.collectives import Rank, apply_steps, format_steps, local_tensor
@@ -304,8 +303,8 @@ class _Tiles:
         ]
 
     def _divisors(self) -> dict[str, fx.Node]:
-        """Add the divisors of means of class losses, which are computed of their targets alone, to
-        the block's fx graph; return them by key."""
+        """Add the divisors of the block's means of class losses, which depend on targets alone, to
+        its fx graph; return them by key."""
         ops = self.ops
         nodes = (ops.graph[name] for name in self.region.strategies)
         losses = [node for node in nodes if has_classes(node) and is_mean(node)]
@@ -320,7 +319,7 @@ class _Tiles:
         classes = min(1, len(spec.shape) - 1)
         rows = (at for at, own in enumerate(held[0]) if own.is_shard and own.dim != classes)
         options = {
-            "ignore_index": argument(loss, 4, "ignore_index", -100),
+            "ignore_index": ignored_class(loss),
             "row_axes": tuple(rows),
             "dtype": getattr(torch, spec.dtype),
         }

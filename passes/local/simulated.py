@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...planner.graph.layout import Mesh
-from ..ops.collectives import Parts, Received, parts_of, place_along
+from ..ops.collectives import Parts, Running, parts_of, place_along
 
 T = TypeVar("T")
 _TIMEOUT_SECONDS = 60.0
@@ -101,11 +101,11 @@ class ThreadCommunicator:
         sums = torch.cat((counts, received)).sum(-1).t()
         return parts_of(sums.tolist, len(sums), len(counts), place), received
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Received:
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Running:
         self.calls.append(("exchange", axes))
         group, mine = self.groups[axes], place_along(self, axes)
         every = group.exchange_any(mine, torch.split(rows.detach().clone(), list(parts.sent)))
-        return Received(torch.cat([each[mine] for each in every]))
+        return Running(torch.cat([each[mine] for each in every]))
 
 
 def make_communicators(mesh: Mesh) -> list[ThreadCommunicator]:

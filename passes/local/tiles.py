@@ -23,7 +23,7 @@ from ...planner.graph.graph import Graph, Ref
 from ...planner.graph.layout import ROW_AXES, AxisStrategy, Layout, Mesh, NodeLayout, Placement
 from ...planner.kernels.tiles import TiledRegion
 from ..backward.recomputing import Recomputing
-from ..ops.collectives import Communicator, Parts, Rank, UnderWay
+from ..ops.collectives import Communicator, Parts, Rank, Running
 from ..ops.random_ops import Draws
 from ..ops.torch_ops import resolve
 
@@ -109,7 +109,7 @@ class _TileCommunicator:
         others = (tuple(map(self._mesh_axis, own)) for own in (axes, gathered))
         return self.communicator.parts(counts, *others)
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> UnderWay:
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Running:
         return self.communicator.exchange(rows, parts, tuple(map(self._mesh_axis, axes)))
 
 
@@ -136,7 +136,7 @@ class Placed:
         )
 
     def rank(self, rank: Rank, number: int) -> Rank:
-        """Return the rank that computes tile ``number``."""
+        """Return ``rank`` with an axis of tiles in its mesh, on which it is at ``number``."""
         axes, sizes, place = rank.mesh.axes, rank.mesh.shape, rank.coordinates
         at, of_tile = self.at, _TileCommunicator(rank.communicator, self.at, number, self.count)
         mesh = Mesh((*axes[:at], AXIS, *axes[at:]), (*sizes[:at], self.count, *sizes[at:]))

@@ -32,7 +32,7 @@ from ...planner.plan import Plan
 from ..backward.recomputing import Recomputing
 from ..backward.weight_gradients import WeightGradients, defer
 from ..local.stage_program import BlockProgram, StageProgram, build_stage
-from ..ops.collectives import UNKNOWN, Parts, Received
+from ..ops.collectives import UNKNOWN, Parts, Running
 from .state_traffic import GRADIENTS, Library, StateTraffic, gradient_of, set_gradient
 from .storages import OTHER, SAVED, LiveBytes
 
@@ -124,9 +124,9 @@ class FakeRanks:
         received = counts.repeat(prod(map(self.size, gathered)), 1, 1)
         return (UNKNOWN,) * counts.shape[1], received
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Received:
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Running:
         num_received = sum(parts.received) if parts.received else rows.shape[0]
-        return Received(rows.new_empty((num_received, *rows.shape[1:])))
+        return Running(rows.new_empty((num_received, *rows.shape[1:])))
 
 
 class GroupedProducts(TorchFunctionMode):

@@ -29,9 +29,9 @@ from .random_ops import Draws
 
 
 class Parts:
-    """Numbers of rows that a rank sends to each rank along mesh axes (``sent``), and receives from
-    each (``received``). ``totals``: number of rows that each rank along other axes receives. The
-    host waits for the device when it first uses one of them."""
+    """Numbers of rows of one exchange. ``sent`` and ``received``: by the rank that this rank sends
+    to, or receives from. ``totals``: rows received in all, by rank along other axes. The host waits
+    for the device when it first reads one of them."""
 
     def __init__(self, read: Callable[[], Sequence[tuple[int, ...]]]) -> None:
         """Make parts; ``read`` waits, and returns ``sent``, ``received`` and ``totals``."""
@@ -85,22 +85,20 @@ UNKNOWN = Parts(lambda: ((), (), ()))
 """Numbers of rows where none are sent."""
 
 
-class UnderWay(Protocol):
-    """Exchange that runs beside other work."""
-
-    def wait(self) -> Tensor:
-        """Return the received rows, when they are there."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Received:
-    """Exchange that is over: ``wait`` returns its ``rows`` at once."""
+class Running:
+    """Exchange of ``rows``; without ``work`` it is over. It holds both tensors until ``wait``, as
+    the device reads and writes them beside its other work."""
 
-    rows: Tensor
+    received: Tensor
+    rows: Tensor | None = None
+    work: Any = None
 
     def wait(self) -> Tensor:
-        return self.rows
+        """Return the received rows, in rank order; the device's later work waits for them."""
+        if self.work is not None:
+            self.work.wait()
+        return self.received
 
 
 class Communicator(Protocol):
@@ -149,7 +147,7 @@ class Communicator(Protocol):
         when it first uses the rows by rank."""
         ...
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> UnderWay:
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Running:
         """Start to send the first ``parts.sent[0]`` rows to the first rank along mesh axes ``axes``
         together, the next to the second, and so on. Its ``wait`` returns the received rows in rank
         order; until then ``rows`` must not change."""
@@ -194,8 +192,8 @@ class Alone:
     ) -> tuple[tuple[Parts, ...], Tensor]:
         return (UNKNOWN,) * counts.shape[1], counts
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> UnderWay:
-        return Received(rows.clone())
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Running:
+        return Running(rows.clone())
 
 
 Placed = tuple[tuple[int, tuple[int, ...]], ...]
@@ -352,7 +350,7 @@ class Exchange:
     rank: Rank
     parts: Parts
     axes: tuple[int, ...]
-    under_way: UnderWay | None = None
+    under_way: Running | None = None
     token: Tensor | None = None
 
     def start(self, rows: Tensor, parts: Parts) -> None:

@@ -15,12 +15,7 @@ from ...cost_model.collectives.dispatch import dispatch_seconds, hidden_seconds
 from ...cost_model.ops.compute import rate
 from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer
 from ..graph.graph import Node, TensorSpec
-from ..graph.layout import (
-    InnerCollective,
-    NodeLayout,
-    is_halved,
-    shard,
-)
+from ..graph.layout import InnerCollective, NodeLayout, is_halved, shard
 from .expert_loads import ExpertLoads
 from .op_prices import OpPrices
 from .price_cache import find
@@ -151,7 +146,7 @@ class ExpertPrices(OpPrices):
             return NO_EXCHANGES
         exposed, hidden = [0.0, 0.0], [0.0, 0.0]
         for backward in (False, True):
-            # A message travels over all of these axes.
+            # A token is sent once, over all axes together: each axis lists the same exchanges.
             items = [i for axis, i in inner if axis == axes[0] and i.backward == backward]
             if items:
                 share = self._hidden_share(node, inputs, layout, items, axes, beside[backward])

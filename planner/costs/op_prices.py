@@ -18,13 +18,7 @@ from ...cost_model.ops.compute import OpWork, eight_bit_seconds, host_seconds, r
 from ...cost_model.profile.lookup import Profile
 from ..graph.expert_dims import is_expert_layer
 from ..graph.graph import Node, TensorSpec
-from ..graph.layout import (
-    Layout,
-    NodeLayout,
-    balanced_axes,
-    is_halved,
-    local_shape,
-)
+from ..graph.layout import Layout, NodeLayout, balanced_axes, is_halved, local_shape
 from ..ops.experts import as_half, as_run, expert_traffic, num_kernels, num_senders
 from .basis import SCALINGS, QueriedOp
 from .mesh_prices import MeshPrices

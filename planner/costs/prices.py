@@ -21,12 +21,7 @@ from ...cost_model.collectives.collectives import Group, Library, p2p_seconds
 from ...cost_model.profile.lookup import level_of
 from ..graph.expert_dims import is_expert_layer
 from ..graph.graph import Node, TensorSpec
-from ..graph.layout import (
-    Layout,
-    NodeLayout,
-    conversion_steps,
-    held_layout,
-)
+from ..graph.layout import Layout, NodeLayout, conversion_steps, held_layout
 from ..ops import Rules as Rules
 from .expert_prices import ExpertPrices, Inner
 from .price_cache import find

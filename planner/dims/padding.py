@@ -22,11 +22,8 @@ from ..graph.graph import Graph, Node, Ref
 from ..graph.positions import position_dims
 from ..ops import axis_strategies
 from ..ops.case import argument
-from ..ops.catalog import has_classes, spec_of
+from ..ops.catalog import has_classes, ignored_class, spec_of
 from .sequence_places import MEAN, SeqDims, find_places
-
-_IGNORED = -100
-"""Default value of ``ignore_index`` in class losses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,7 @@ def _targets(graph: Graph, places: SeqDims) -> list[tuple[str, int]]:
         if has_classes(node):
             if argument(node, 3, "reduction", MEAN) != MEAN and name != graph.loss.name:
                 raise unpaddable(node, "what its sum is divided by may count positions")
-            ignored = argument(node, 4, "ignore_index", _IGNORED)
+            ignored = ignored_class(node)
             found.append((_source(graph, places, node, ignored), ignored))
         elif packet == "aten.sum":
             raise unpaddable(node, "it adds up all positions, of which it can ignore none")

@@ -11,7 +11,7 @@ from math import prod
 from ..graph.graph import Node, OpRule
 from . import attention, elementwise, indexing, products, reductions, views
 from .annotation import Signature, bind
-from .case import Case, Specs, packet
+from .case import Case, Specs, argument, packet
 from .elementwise import UNARY
 from .spec import Family, OpSpec, annotated, describe_splits, named
 
@@ -128,6 +128,11 @@ def has_classes(node: Node) -> bool:
     """Return whether a node is a loss whose second input holds indices of classes."""
     loss = spec_of(node).loss
     return loss is not None and loss.has_classes
+
+
+def ignored_class(node: Node) -> int:
+    """Return the index of the class whose targets a loss of classes ignores."""
+    return int(argument(node, 4, "ignore_index", -100))
 
 
 def signature_of(case: Case) -> Signature | None:

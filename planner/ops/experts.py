@@ -107,7 +107,7 @@ def _sent(
     limit: GroupLimit,
     own: Placement,
 ) -> Iterator[AxisStrategy]:
-    """Yield the strategy ``SENT`` in which a rank's own tokens are split off as ``own``."""
+    """Yield ``SENT`` and ``HALVED``, with a rank's own tokens split off as ``own``."""
     tokens, ids, weights = inputs[0], inputs[1], inputs[FIRST_WEIGHT:]
     if all(each.shape[0] % axis_size == 0 for each in weights):
         sent = tuple(

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...passes.ops.collectives import Parts, parts_of, place_along
+from ...passes.ops.collectives import Parts, Running, parts_of, place_along
 from .device_queue import queue_of
 from .groups import mesh_along
 
@@ -74,21 +74,6 @@ def reduce_scatter(
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """Running exchange of ``rows``. It holds both tensors until ``wait``, as the device reads and
-    writes them beside its other work."""
-
-    work: Any
-    rows: Tensor
-    received: Tensor
-
-    def wait(self) -> Tensor:
-        """Return the received rows, in rank order; the device's later work waits for them."""
-        self.work.wait()
-        return self.received
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +183,7 @@ class ProcessCommunicator:
         place = place_along(self, gathered)
         return parts_of(read, len(sums), len(counts), place), received
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> _Exchange:
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Running:
         """Start to send consecutive rows to the ranks along ``axes``, as many to each as ``parts``
         says."""
         rows = rows.detach().contiguous()
@@ -211,7 +196,7 @@ class ProcessCommunicator:
             group=self._group(axes),
             async_op=True,
         )
-        return _Exchange(work, rows, received)
+        return Running(received, rows, work)
 
 
 def _stacked_chunks(tensor: Tensor, size: int, dim: int) -> Tensor:
@@ -252,7 +237,7 @@ def describe_stack(frame: FrameType | None) -> str:
             names = owner.device_mesh.mesh_dim_names or ()
             on = f" over {names[axis]}" if isinstance(axis, int) and axis < len(names) else ""
             collective = f"{name}{on}"
-        elif isinstance(owner, _Exchange):
+        elif isinstance(owner, Running):
             collective = "exchange"
         elif name in _SHARDED and type(owner).__name__ == "FSDPParamGroup":
             collective, block = collective or _SHARDED[name], block or _block_of(owner)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -13,23 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...passes.ops.collectives import Parts, parts_of
+from ...passes.ops.collectives import Parts, Running, parts_of
 
 JOINT = ("dp", "ep", "cp")
 """Axes whose ranks hold weights whole, except weights of experts on ep."""
-
-
-@dataclass(frozen=True)
-class Running:
-    """Exchange of ``rows`` that runs beside other work; ``wait`` returns the received rows."""
-
-    work: Any
-    rows: Tensor
-    received: Tensor
-
-    def wait(self) -> Tensor:
-        self.work.wait()
-        return self.received
 
 
 class Mesh:
@@ -119,7 +105,7 @@ class Mesh:
         received = rows.new_empty((sum(parts.received), *rows.shape[1:]))
         sizes = list(parts.received), list(parts.sent)
         work = dist.all_to_all_single(received, rows, *sizes, group=group, async_op=True)
-        return Running(work, rows, received)
+        return Running(received, rows, work)
 
     def own_part(self, tensor: Tensor, axis: str, dim: int) -> Tensor:
         """Cut this rank's part along ``dim`` from a tensor that all ranks of the axis hold."""

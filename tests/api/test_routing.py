@@ -48,7 +48,7 @@ def written(folder: Path, given: Any) -> str:
 
 
 def changed(key: str, value: Any) -> dict[str, Any]:
-    """The table with another value in its last layer, or at the top."""
+    """Return the table with ``value`` as its ``key``: at its top, or else in its last layer."""
     found = deepcopy(table())
     (found if key in found else found["layers"][-1])[key] = value
     return found

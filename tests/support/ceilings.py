@@ -45,7 +45,7 @@ DOORS = "three doors in the README: files, commands, a decorator and a script, e
 
 LOADS = "experts by measured loads: counted in a run, priced by the busiest rank, with copies"
 
-TILES = "last ops of recomputed blocks in tiles: found, priced and run"
+TILES = "ops at the end of recomputed blocks, computed tile by tile: found, priced and run"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: lines", 8799, HIDDEN),
@@ -53,17 +53,17 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 0),
-    ("planner: lines", 32864, TILES),
+    ("planner: lines", 32850, TILES),
     ("planner: files", 145, TILES),
     ("planner: flat files", 5),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 0, KERNELS),
-    ("passes: lines", 17845, TILES),
+    ("passes: lines", 17840, TILES),
     ("passes: files", 96, TILES),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 2, FORMS),
-    ("runtime: lines", 19511, TILES),
+    ("runtime: lines", 19482, TILES),
     ("runtime: files", 87, FOLDERS),
     ("runtime: flat files", 0, WEIGHTS),
     ("runtime: imports inside functions", 0),
@@ -73,7 +73,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("api: flat files", 2),
     ("api: imports inside functions", 12, CALLS),
     ("api: collections of op names", 2),
-    ("all packages: lines", 112599, TILES),
+    ("all packages: lines", 112551, TILES),
     ("all packages: files", 566, TILES),
     ("all packages: flat files", 7),
     ("all packages: imports inside functions", 13, CALLS),
