@@ -251,7 +251,7 @@ class SearchWork(WorkList):
             yield "p2p", Group(2, 2, 1, link, link, library=library), (), USUAL_BYTES
         if len(self.cluster.hosts) > 1:
             link = self.cluster.inter_link
-            yield "p2p", Group(2, 1, 2, link, link, library=library), (), USUAL_BYTES
+            yield "p2p", Group(2, 1, 2, link, link, library, min(sizes[:2])), (), USUAL_BYTES
 
     def keep(self, found: Found) -> None:
         """Store a measurement and count it; failures are reported, not stored."""

@@ -150,7 +150,8 @@ def measure_network(rank: int, emulated: Emulated) -> list[Transfer]:
     ]
     todo.append(("p2p", neighbours(sizes, between_hosts=False)))
     if len(sizes) > 1:
-        todo.append(("p2p", neighbours(sizes, between_hosts=True)))
+        between = neighbours(sizes, between_hosts=True)
+        todo += [("p2p", between[:num_pairs]) for num_pairs in {1, 2, len(between)}]
     with EmulatedDevice(FLOPS_PER_SECOND, BYTES_PER_SECOND):
         for kind, partition in todo:
             group = group_of(cluster, partition[0])

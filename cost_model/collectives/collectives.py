@@ -57,7 +57,8 @@ class Group:
     of its link to itself. ``library`` limits the algorithms: NCCL has rings, trees, in-switch
     reduction and, with one rank per host, recursive doubling; gloo has rings, and a reduce-scatter
     by an all-to-all, after which each rank sums (``runtime.messages.communicator``); ``"any"`` has
-    all algorithms."""
+    all algorithms. For a message between two ranks ``num_pairs`` is the number of pairs that send
+    between their hosts at once, which may share a link."""
 
     num_ranks: int
     ranks_per_host: int
@@ -65,6 +66,7 @@ class Group:
     intra: Link
     inter: Link
     library: Library = "any"
+    num_pairs: int = 1
 
     @property
     def is_even(self) -> bool:

@@ -198,11 +198,18 @@ class Profile:
         share: float | None = self._curves[key]
         return share
 
-    def p2p(self, num_bytes: float, level: str, library: str) -> tuple[float, MessageSource] | None:
-        """Return (seconds, "measured" or "interpolated") of a message between two ranks over the
-        kind of link ``level`` (such as "intra:nvlink4"); None if none was measured."""
-        hosts = 1 if level.startswith("intra:") else 2
-        return self._transfer((level, library, "p2p", 2, hosts), num_bytes)
+    def p2p(self, num_bytes: float, group: Group) -> tuple[float, MessageSource] | None:
+        """Return (seconds, "measured" or "interpolated") of a message of ``num_bytes`` between two
+        ranks while as many pairs of ranks as ``group`` has send at once: measured with that number
+        of pairs, or else the next larger, or the largest. None if none was measured."""
+        place = level, library, kind, wanted, hosts = _place_of("p2p", group)
+        if place not in self._curves:
+            like = {each.num_ranks for each in self.transfers if _place(each)[:3] == place[:3]}
+            enough = [ranks for ranks in like if ranks >= wanted]
+            nearest = min(enough) if enough else max(like, default=wanted)
+            self._transfer((level, library, kind, nearest, hosts), num_bytes)
+            self._curves[place] = self._curves[level, library, kind, nearest, hosts]
+        return self._transfer(place, num_bytes)
 
     def _transfer(
         self, at: tuple[str, str, str, int, int], num_bytes: float
@@ -267,7 +274,8 @@ def _ops(curve: Curve) -> frozenset[str]:
 
 
 def _place_of(kind: str, group: Group) -> tuple[str, str, str, int, int]:
-    return level_of(group), group.library, kind, group.num_ranks, group.num_hosts
+    ranks = group.num_pairs * group.num_ranks
+    return level_of(group), group.library, kind, ranks, group.num_hosts
 
 
 _place = attrgetter("level", "library", "kind", "num_ranks", "num_hosts")

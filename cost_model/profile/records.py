@@ -41,7 +41,8 @@ class Measurement:
 class Transfer:
     """Measured seconds of a collective, or of a message between two ranks (kind ``"p2p"``).
     ``level`` is the kind of link (see ``transfers.level_of``). ``num_bytes`` is the size of the
-    message, or of the full tensor as in ``collectives.collective_seconds``."""
+    message, or of the full tensor as in ``collectives.collective_seconds``. Messages between hosts
+    have the ranks of all pairs that sent at once as ``num_ranks``."""
 
     level: str
     library: str

@@ -53,7 +53,8 @@ class MeshPrices:
 
     ``cache`` may be shared by all uses with one cluster and one graph. ``asked`` records every new
     query. With ``only``, seconds from other sources count as zero. ``own``: the ranks that compute,
-    if ranks differ in their compute.
+    if ranks differ in their compute. ``ranks_on_host``: number of ranks on the first one's host,
+    which send to other hosts at once.
     """
 
     mesh: Mesh
@@ -71,6 +72,7 @@ class MeshPrices:
     states: StateOptions = DEFAULT
     device: Device = field(init=False)
     groups: tuple[Group, ...] = field(init=False)
+    ranks_on_host: int = field(init=False)
     policy: PrecisionPolicy = field(init=False)
     speed: str = field(init=False, repr=False)
     converted: ConversionCache = field(init=False, repr=False, compare=False)
@@ -82,6 +84,8 @@ class MeshPrices:
         set_field(self, "speed", self.device.speed)
         axes = range(len(self.mesh.axes))
         set_field(self, "groups", tuple(self._slowest_group(axis) for axis in axes))
+        hosts = [self.cluster.host_of[rank] for rank in self.ranks]
+        set_field(self, "ranks_on_host", hosts.count(hosts[0]))
         given = self.assumptions.policy
         rules = given or policy(self.precision, self.optimizer, self.states)
         set_field(self, "policy", policy_on(self.device.kind, rules))
@@ -95,6 +99,7 @@ class MeshPrices:
             type(self),
             self.mesh,
             self.groups,
+            self.ranks_on_host,
             self.speed,
             self.precision,
             self.optimizer,

@@ -18,7 +18,6 @@ from math import prod
 
 from ...cost_model.cluster.cluster import Link
 from ...cost_model.collectives.collectives import Group, Library, p2p_seconds
-from ...cost_model.profile.lookup import level_of
 from ..graph.expert_dims import is_expert_layer
 from ..graph.graph import Node, TensorSpec
 from ..graph.layout import Layout, NodeLayout, conversion_steps, held_layout
@@ -127,14 +126,15 @@ class Prices(ExpertPrices):
         return self._message(num_bytes, group.inter if group.num_hosts > 1 else group.intra)
 
     def _message(self, num_bytes: int, link: Link) -> float:
-        is_inter = self.cluster.joins_hosts(link)
         library: Library = "nccl" if self.device.kind == "cuda" else "gloo"
-        per_host, hosts = (1, 2) if is_inter else (2, 1)
-        group = Group(2, per_host, hosts, link, link, library=library)
+        if self.cluster.joins_hosts(link):
+            group = Group(2, 1, 2, link, link, library, self.ranks_on_host)
+        else:
+            group = Group(2, 2, 1, link, link, library)
         key = (num_bytes, group, self.profile)
         found = self.cache.messages.get(key)
         if found is None:
-            known = self.profile.p2p(num_bytes, level_of(group), library) if self.profile else None
+            known = self.profile.p2p(num_bytes, group) if self.profile else None
             seconds, source = known or (p2p_seconds(num_bytes, link), "spec")
             found = self.cache.messages[key] = Priced(seconds, 0.0, source)
             if self.asked is not None and num_bytes > 0:

@@ -253,8 +253,7 @@ def measure_links(
         seconds, repeats = median_seconds(call, device=device, case_seconds=case_seconds)
         if base is not None:
             seconds -= median_seconds(base, device=device, case_seconds=case_seconds)[0]
-        transfers = 2 if links.kind == "p2p" else 1
-        yield LinkTime(actual_bytes, max(seconds / transfers, LEAST_SECONDS), repeats)
+        yield LinkTime(actual_bytes, max(seconds, LEAST_SECONDS), repeats)
 
 
 Prepared = Callable[[int], Timed]
@@ -295,8 +294,9 @@ def _collective(links: Links, mesh: DeviceMesh, device: torch.device) -> Prepare
 
 
 def message_call(links: Links, device: torch.device) -> Prepared:
-    """Return a function that, given a size in bytes, prepares the call to time: a message of that
-    size to the other rank of a pair and back, in all pairs of ``links`` at once."""
+    """Return a function that, given a size in bytes, prepares the call to time: messages of that
+    size in both directions of a pair at once, in all pairs of ``links``, so that pairs that share a
+    link share it in each direction. (Messages there and back would take turns on it.)"""
     rank = dist.get_rank()
     pair = next((pair for pair in links.partition if rank in pair), None)
 
@@ -304,18 +304,15 @@ def message_call(links: Links, device: torch.device) -> Prepared:
         numel = max(1, num_bytes // ITEM_BYTES)
         if pair is None:
             return _nothing, None, numel * ITEM_BYTES
-        tensor = torch.ones(numel, device=device)
-        first, second = pair
+        sent, received = (torch.ones(numel, device=device) for _ in range(2))
+        (other,) = (each for each in pair if each != rank)
 
-        def there_and_back() -> None:
-            if rank == first:
-                dist.send(tensor, second)
-                dist.recv(tensor, second)
-            else:
-                dist.recv(tensor, first)
-                dist.send(tensor, first)
+        def exchange() -> None:
+            sends = dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)
+            for work in dist.batch_isend_irecv(list(sends)):
+                work.wait()
 
-        return there_and_back, None, numel * ITEM_BYTES
+        return exchange, None, numel * ITEM_BYTES
 
     return prepared
 
@@ -373,7 +370,8 @@ def partition_of(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the groups of ranks that run a collective of ``kind`` (or "p2p" messages) at once
     while it is measured, as all stages do in training: copies of the groups ``partition``, or pairs
-    of ranks. On a cluster with listed wiring, only groups wired like ``group``."""
+    of ranks (between hosts ``group.num_pairs``). On a cluster with listed wiring, only groups wired
+    like ``group``."""
     is_wired, level = any(host.wires for host in cluster.hosts), level_of(group)
     if kind != "p2p":
         spread = spread_partition(partition, cluster.num_devices)
@@ -382,9 +380,10 @@ def partition_of(
         return tuple(own for own in spread if level_of(group_of(cluster, own)) == level)
     if group.num_hosts > 1 or not is_wired:
         hosts = [host.num_devices for host in cluster.hosts]
-        return neighbours(hosts, between_hosts=group.num_hosts > 1)
-    pairs = combinations(range(cluster.num_devices), 2)
-    return disjoint(pair for pair in pairs if level_of(group_of(cluster, pair)) == level)
+        pairs = neighbours(hosts, between_hosts=group.num_hosts > 1)
+        return pairs[: group.num_pairs] if group.num_hosts > 1 else pairs
+    every = combinations(range(cluster.num_devices), 2)
+    return disjoint(pair for pair in every if level_of(group_of(cluster, pair)) == level)
 
 
 def disjoint(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -123,7 +123,7 @@ def pair_times(pairs: Round, device: torch.device) -> Iterator[PairTime]:
         dist.barrier(group=control_group())
         seconds = gather_values(median(watch.samples(call, count)))
         for pair in pairs:
-            yield PairTime(pair, actual, max(seconds[each] for each in pair) / 2)
+            yield PairTime(pair, actual, max(seconds[each] for each in pair))
 
 
 def all_pair_times(rounds: Sequence[Round], device: torch.device) -> list[PairTime]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from processes import run_processes
@@ -161,7 +163,10 @@ def test_of_hosts_with_a_switch_all_neighbours_are_measured() -> None:
     cluster = parse_cluster("2x4xH100")
     group = group_of(cluster, (0, 1))
     assert partition_of(cluster, "p2p", group, ()) == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert partition_of(cluster, "p2p", group_of(cluster, (0, 4)), ())[0] == (0, 4)
+    between = group_of(cluster, (0, 4))
+    assert partition_of(cluster, "p2p", between, ()) == ((0, 4),)
+    two = replace(between, num_pairs=2)
+    assert partition_of(cluster, "p2p", two, ()) == ((0, 4), (1, 5))
     every = ((0, 1), (2, 3), (4, 5), (6, 7))
     assert partition_of(cluster, "all_gather", group, ((0, 1),)) == every
 

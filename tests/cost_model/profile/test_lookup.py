@@ -258,11 +258,26 @@ def test_a_link_is_fitted_to_messages_and_then_prices_any() -> None:
         for size in (1 << 8, 1 << 14, 1 << 22)
     ]
     profile = Profile(HERE, {}, tuple(messages))
+    wire = Link("wire", 0.0, 1.0)
     fitted = profile.link("intra:wire", "gloo")
     assert fitted == pytest.approx((3e-5, 2e9))
     alpha, rate = fitted or (0.0, 0.0)
     assert p2p_seconds(1 << 18, Link("x", alpha, rate)) == pytest.approx(
-        (profile.p2p(1 << 18, "intra:wire", "gloo") or (0.0,))[0]
+        (profile.p2p(1 << 18, Group(2, 2, 1, wire, wire, "gloo")) or (0.0,))[0]
     )
     assert profile.link("inter:wire", "gloo") is None
-    assert profile.p2p(1 << 18, "inter:wire", "gloo") is None
+    assert profile.p2p(1 << 18, Group(2, 1, 2, wire, wire, "gloo")) is None
+
+
+def test_messages_between_hosts_take_as_long_as_measured_with_as_many_pairs_at_once() -> None:
+    wire = Link("wire", 0.0, 1.0)
+    messages = [
+        Transfer("inter:wire", "gloo", "p2p", 2 * num_pairs, 2, 1 << 20, float(num_pairs))
+        for num_pairs in (1, 4)
+    ]
+    profile = Profile(HERE, {}, tuple(messages))
+    seconds = [
+        profile.p2p(1 << 20, Group(2, 1, 2, wire, wire, "gloo", num_pairs))
+        for num_pairs in (1, 2, 4, 8)
+    ]
+    assert seconds == [(each, "measured") for each in (1.0, 4.0, 4.0, 4.0)]
