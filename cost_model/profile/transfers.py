@@ -96,9 +96,10 @@ def transfer_curve(transfers: Iterable[Transfer]) -> TransferCurve:
 
 def link_points(transfers: Iterable[Transfer]) -> tuple[LinkPoint, ...]:
     """Return points to fit the latency and rate of a link, from ``transfers`` measured over it.
-    They are messages, with the most pairs of ranks at once, if any were measured, else ring collectives: an all-gather
-    or reduce-scatter of S bytes among n ranks sends n − 1 messages and S(n − 1)/n bytes one after
-    the other, an all-reduce twice as many (Thakur et al., IJHPCA 19(1), 2005, section 4)."""
+    They are messages, with the most pairs of ranks at once, if any were measured, else ring
+    collectives: an all-gather or reduce-scatter of S bytes among n ranks sends n − 1 messages and
+    S(n − 1)/n bytes one after the other, an all-reduce twice as many (Thakur et al., IJHPCA 19(1),
+    2005, section 4)."""
     listed = list(transfers)
     messages = [each for each in listed if each.kind == "p2p"]
     if messages:
