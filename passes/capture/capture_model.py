@@ -16,6 +16,7 @@ from ...planner.errors import CaptureError, UsageError
 from ...planner.graph.graph import Graph, OpRule, Ref
 from ..graph_passes.autocast import Autocast
 from ..graph_passes.fused import SplitFused
+from ..graph_passes.grouped_heads import GroupHeads
 from ..graph_passes.hoist import Hoist
 from ..graph_passes.masks import SimplifyMasks
 from ..graph_passes.rows import AlignRows
@@ -46,6 +47,7 @@ PASSES: tuple[Pass, ...] = (
     Hoist(),
     AlignRows(),
     SimplifyMasks(),
+    GroupHeads(),
     SplitFused(),
     Unfold(),
     SplitTokens(),

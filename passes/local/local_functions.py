@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...planner.graph.layout import REPLICATE, Step, shard
 from ..ops.collectives import Rank, convert, swap
@@ -63,6 +64,41 @@ def balanced_causal_attention(
     own = attend_upto(start + kept.shape[-2], kept, key, value, **options)
     other = attend_upto(partner_start + query.shape[-2], taken, key, value, **options)
     return torch.cat([own, swap(other, balanced, rank.communicator)], -2)
+
+
+def grouped_attention(
+    rank: Rank,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    heads: tuple[tuple[int, ...], tuple[int, ...]],
+    axes: tuple[int, ...] = (),
+    balanced: tuple[int, ...] = (),
+    **options: Any,
+) -> Tensor:
+    """Compute attention in which each head of keys and values is read by a group of the heads of
+    queries. ``heads`` has the mesh axes that split the heads of queries, and those that split the
+    heads of keys: if these are fewer, the rank takes the heads that its queries read. With ``axes``
+    attention is causal, and they split the positions of queries; see ``balanced_causal_attention``.
+    """
+    start, num_heads = part_of(rank, query.shape[-3], heads[0])
+    held, num_read = part_of(rank, key.shape[-3], heads[1])
+    if heads[0] != heads[1]:
+        first = start * num_read // num_heads - held
+        number = max(1, query.shape[-3] * num_read // num_heads)
+        key, value = (each.narrow(-3, first, number) for each in (key, value))
+    if query.dtype.itemsize > 2:
+        count = query.shape[-3] // key.shape[-3]
+        key, value = (each.repeat_interleave(count, -3) for each in (key, value))
+    else:
+        options["enable_gqa"] = True
+    if balanced:
+        named = {"axes": axes, "balanced": balanced}
+        return balanced_causal_attention(rank, query, key, value, **named, **options)
+    if axes:
+        return split_causal_attention(rank, query, key, value, axes=axes, **options)
+    return functional.scaled_dot_product_attention(query, key, value, **options)
 
 
 def exchanged_split(

@@ -42,6 +42,7 @@ from ..ops.torch_ops import resolve
 from .local_functions import (
     balanced_causal_attention,
     exchanged_split,
+    grouped_attention,
     split_causal_attention,
     split_embedding,
 )
@@ -212,16 +213,25 @@ def _nll_loss(op: LocalOp) -> Call:
 
 
 def _attention(op: LocalOp) -> Call:
-    axes = op.axes("query", len(op.global_shape("query")) - 2)
-    if not axes or not op["is_causal"]:
-        return op.call()
+    dim = len(op.global_shape("query")) - 2
+    axes = op.axes("query", dim) if op["is_causal"] else ()
     options = {name: op[name] for name in ("dropout_p", "scale", "enable_gqa")}
-    args = (op["query"], op["key"], op["value"])
-    options["axes"] = axes
-    if balanced := balanced_axes(op.layout):
+    if axes:
+        options["axes"] = axes
+    balanced = balanced_axes(op.layout) if axes else ()
+    if balanced:
         options["balanced"] = balanced
-        return Call(op.rank.bound(balanced_causal_attention), args, options)
-    return Call(op.rank.bound(split_causal_attention), args, options)
+    args = (op["query"], op["key"], op["value"])
+    if op["enable_gqa"] and op["attn_mask"] is None:
+        del options["enable_gqa"]
+        options["heads"] = op.axes("query", dim - 1), op.axes("key", dim - 1)
+        if not axes:
+            options["is_causal"] = op["is_causal"]
+        return Call(op.rank.bound(grouped_attention), args, options)
+    if not axes:
+        return op.call()
+    function = balanced_causal_attention if balanced else split_causal_attention
+    return Call(op.rank.bound(function), args, options)
 
 
 def _experts(op: LocalOp) -> Call:

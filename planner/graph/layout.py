@@ -414,6 +414,11 @@ BALANCED = "balanced"
 """Label of causal attention with balanced queries: see ``ops.attention``."""
 
 
+OF_GROUPS = "heads of queries"
+"""Label of attention on an axis that splits the heads of queries, of which each group reads one
+head of keys and values, but cannot split these: every rank holds them, and reads its own."""
+
+
 SENT = "sent"
 """Label of a layer of experts on an axis whose ranks have their own tokens and their own experts:
 see ``ops.experts``."""
@@ -476,7 +481,14 @@ def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
 
 
 def keeps_groups(axes: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
-    """Return whether strategies on axes of ``sizes`` split grouped dims only between groups."""
+    """Return whether strategies on axes of ``sizes`` split grouped dims only between groups, and
+    heads of keys on no axis after one that splits heads of queries alone (``OF_GROUPS``): the ranks
+    would not hold the heads that they read."""
+    labels = [axis.label for axis in axes]
+    if OF_GROUPS in labels:
+        at = labels.index(OF_GROUPS)
+        if any(later.inputs[1] == axes[at].inputs[0] for later in axes[at + 1 :]):
+            return False
     parts: dict[str, int] = {}
     for axis, size in zip(axes, sizes, strict=True):
         if axis.groups:

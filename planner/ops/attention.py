@@ -25,7 +25,15 @@ from dataclasses import replace
 from math import prod
 
 from ..graph.graph import Node, TensorSpec
-from ..graph.layout import BALANCED, AxisStrategy, InnerCollective, shard
+from ..graph.layout import (
+    BALANCED,
+    INVARIANT,
+    OF_GROUPS,
+    REPLICATE,
+    AxisStrategy,
+    InnerCollective,
+    shard,
+)
 from .annotation import Signature
 from .case import Case, Specs, annotate, argument, packet
 from .elementwise import UNARY
@@ -42,6 +50,38 @@ def attention(case: Case) -> Signature | None:
     if case.argument(4, "dropout_p", 0.0):
         return None
     return annotate(case, "*b q _, *b _ _, *b _ _, *b q _ => *b q _")
+
+
+def is_grouped(node: Node) -> bool:
+    """Return whether a node is attention whose keys and values may have fewer heads than queries,
+    each of which a group of these reads."""
+    return packet(node.op) == ATTENTION.name and bool(argument(node, 7, "enable_gqa", False))
+
+
+def repeats_heads(node: Node, inputs: Specs) -> bool:
+    """Return whether attention of groups runs on copies of the heads of keys and values, one for
+    each of the queries: no fused kernel for float32 on GPUs reads a head for a group."""
+    return (
+        is_grouped(node) and inputs[0].itemsize > 2 and inputs[0].shape[-3:] != inputs[1].shape[-3:]
+    )
+
+
+def grouped_strategies(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
+    """Return the strategy ``OF_GROUPS`` if the axis has too many ranks to split the heads of keys:
+    several ranks then read the same head."""
+    if not is_grouped(case.node) or len(case.inputs) != 3 or axis_size == 1:
+        return ()
+    query, key, _ = (spec.shape[-3] for spec in case.inputs)
+    if (
+        not key % axis_size
+        or axis_size % key
+        or query % axis_size
+        or case.argument(4, "dropout_p", 0.0)
+    ):
+        return ()
+    held = (REPLICATE if spec.requires_grad else INVARIANT for spec in case.inputs[1:])
+    split = shard(case.rank - 3)
+    return (AxisStrategy(OF_GROUPS, (split, *held), (split,)),)
 
 
 def is_lower_right(node: Node, query: TensorSpec) -> bool:
@@ -75,7 +115,11 @@ def _kept_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     if writes_scores(node, inputs):
         factors = sum(spec.numel for spec in inputs[:3])
         return (factors + num_scores(inputs)) * statistic
-    return prod(outputs[0].shape[:-1]) * statistic
+    copies = 0
+    if repeats_heads(node, inputs):
+        groups = inputs[0].shape[-3] // inputs[1].shape[-3]
+        copies = groups * (inputs[1].num_bytes + inputs[2].num_bytes)
+    return copies + prod(outputs[0].shape[:-1]) * statistic
 
 
 def _balanced_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:

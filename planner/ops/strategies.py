@@ -31,7 +31,7 @@ from ..graph.layout import (
     shard,
 )
 from .annotation import FLOATS, Signature
-from .attention import balanced_strategies
+from .attention import balanced_strategies, grouped_strategies
 from .case import Case
 from .catalog import signature_of
 
@@ -67,6 +67,7 @@ def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrateg
         *exchanged_parts(case, axis_size),
         *derived[:-1],
         *balanced_strategies(case, derived, axis_size),
+        *grouped_strategies(case, axis_size),
         derived[-1],
     )
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from marks import slow
-from op_cases import OpCase, cases, graph_of
+from op_cases import OpCase, cases, f, graph_of
 from random_suites import sample_size
 from torch import Tensor
 
 from autoparallel.passes.local.prove import describe, node_layouts, prove
-from autoparallel.planner.graph.layout import Mesh
+from autoparallel.planner.graph.layout import Mesh, shard
 
 CASES = cases()
 MESHES = {
@@ -52,6 +52,24 @@ def test_every_offered_layout_of_an_op_equals_one_device(
     assert proven >= len(MESHES)
     record_property("proven", proven)
     print(f"{case}: {proven} layouts proven")
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_ranks_that_share_a_head_of_keys_read_it(shape: tuple[int, ...], is_causal: bool) -> None:
+    """16 heads of queries and two of keys: an axis of four ranks splits those of queries only."""
+    torch.manual_seed(0)
+    op = "aten.scaled_dot_product_attention.default"
+    key, value = f(1, 2, 8, 4), f(1, 2, 8, 4)
+    case = OpCase(op, (f(1, 16, 8, 4), key, value, None, 0.0, is_causal), {"enable_gqa": True})
+    graph, mesh = graph_of(case), Mesh(("dp", "tp")[: len(shape)], shape)
+    layouts = node_layouts(graph, mesh)
+    heads = [
+        each for each in layouts if shard(1) in each.inputs[0] and shard(1) not in each.inputs[1]
+    ]
+    assert heads
+    for layout in layouts:
+        prove(graph, case.call, case.tensors, mesh=mesh, layout=layout)
 
 
 _NAMES = (

@@ -229,6 +229,18 @@ def test_attention_splits_batch_heads_and_queries_with_grouped_keys_along() -> N
     }
 
 
+def test_an_axis_with_more_ranks_than_key_heads_splits_those_of_queries_alone() -> None:
+    found = offered(
+        "scaled_dot_product_attention.default",
+        (X, Ref("x1"), Ref("x2"), None, 0.0, True),
+        [spec(2, 8, 6, 4), spec(2, 2, 6, 4), spec(2, 2, 6, 4)],
+        spec(2, 8, 6, 4),
+        size=4,
+        enable_gqa=True,
+    )
+    assert splits(found) == {"S(1) R R -> S(1)"}
+
+
 def test_one_key_head_is_shared_by_all_query_heads() -> None:
     found = offered(
         "scaled_dot_product_attention.default",
