@@ -128,9 +128,8 @@ class LinkTask:
     @property
     def place(self) -> tuple[str, str, str, int, int]:
         kind, partition = self.links.kind, self.links.partition
-        pairs = len(partition) if kind == "p2p" and self.num_hosts > 1 else 1
-        ranks = pairs * len(partition[0]) if partition else 0
-        return (self.level, self.library, kind, ranks, self.num_hosts)
+        at_once = partition if kind == "p2p" and self.num_hosts > 1 else partition[:1]
+        return (self.level, self.library, kind, sum(map(len, at_once)), self.num_hosts)
 
 
 @dataclass(frozen=True, slots=True)

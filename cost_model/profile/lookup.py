@@ -202,14 +202,20 @@ class Profile:
         """Return (seconds, "measured" or "interpolated") of a message of ``num_bytes`` between two
         ranks while as many pairs of ranks as ``group`` has send at once: measured with that number
         of pairs, or else the next larger, or the largest. None if none was measured."""
-        place = level, library, kind, wanted, hosts = _place_of("p2p", group)
-        if place not in self._curves:
-            like = {each.num_ranks for each in self.transfers if _place(each)[:3] == place[:3]}
-            enough = [ranks for ranks in like if ranks >= wanted]
-            nearest = min(enough) if enough else max(like, default=wanted)
-            self._transfer((level, library, kind, nearest, hosts), num_bytes)
-            self._curves[place] = self._curves[level, library, kind, nearest, hosts]
-        return self._transfer(place, num_bytes)
+        level, library, kind, wanted, hosts = _place_of("p2p", group)
+        known = self._message_ranks.get((level, library), (wanted,))
+        nearest = next((ranks for ranks in known if ranks >= wanted), known[-1])
+        return self._transfer((level, library, kind, nearest, hosts), num_bytes)
+
+    @cached_property
+    def _message_ranks(self) -> Mapping[tuple[str, str], list[int]]:
+        """Numbers of ranks that sent measured messages at once, ascending, by (kind of link,
+        library)."""
+        found: dict[tuple[str, str], set[int]] = defaultdict(set)
+        for each in self.transfers:
+            if each.kind == "p2p":
+                found[each.level, each.library].add(each.num_ranks)
+        return {place: sorted(ranks) for place, ranks in found.items()}
 
     def _transfer(
         self, at: tuple[str, str, str, int, int], num_bytes: float

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ...planner.graph.graph import Graph, Node, Ref
+from ...planner.graph.graph import Graph, Node, Ref, TensorSpec
+from ...planner.ops.attention import is_grouped
 from ...planner.ops.case import argument, packet
 from ...planner.ops.catalog import spec_of
 from .hoist import drop_dead
@@ -36,20 +37,22 @@ class GroupHeads:
 
 
 def _grouped(node: Node, nodes: Mapping[str, Node]) -> Node:
-    """Return the attention that reads unrepeated heads; ``node`` itself if it has a mask, or other
-    keys or values."""
-    query, key, value, *rest = node.args
-    if (rest and rest[0] is not None) or any(
-        node.kwargs.get(name) for name in ("attn_mask", "enable_gqa")
-    ):
+    """Return the attention ``node`` with unrepeated heads of keys and values as its inputs, or
+    ``node`` itself if it has a mask or no repeated heads."""
+    if argument(node, 3, "attn_mask") is not None or is_grouped(node):
         return node
-    heads = [_unrepeated(each, nodes) for each in (key, value)]
-    if None in heads:
+    query, key, value = node.inputs
+    unrepeated = [_unrepeated(each, nodes) for each in (key, value)]
+    heads = [ref for ref in unrepeated if ref is not None]
+    shapes = [_spec(ref, nodes).shape for ref in (query, key, *heads)]
+    if len(heads) < 2 or shapes[0][:2] != shapes[1][:2] or shapes[2][_HEADS] != shapes[3][_HEADS]:
         return node
-    sizes = [nodes[each.name].outputs[each.index].shape for each in heads if each is not None]
-    if sizes[0][_HEADS] != sizes[1][_HEADS]:
-        return node
-    return replace(node, args=(query, *heads, *rest), kwargs={**node.kwargs, "enable_gqa": True})
+    args = (query, *heads, *node.args[3:])
+    return replace(node, args=args, kwargs={**node.kwargs, "enable_gqa": True})
+
+
+def _spec(ref: Ref, nodes: Mapping[str, Node]) -> TensorSpec:
+    return nodes[ref.name].outputs[ref.index]
 
 
 def _is_reshape(node: Node) -> bool:
@@ -58,16 +61,17 @@ def _is_reshape(node: Node) -> bool:
 
 
 def _unrepeated(ref: Ref, nodes: Mapping[str, Node]) -> Ref | None:
-    """Return the value (batch, heads, length, size) whose heads ``ref`` repeats, each for a group
-    of successive heads; None if it is computed in another way."""
-    shape = nodes[ref.name].outputs[ref.index].shape
+    """Return the value of shape (batch, heads, length, size) of which ``ref`` has each head several
+    times in a row; None if ``ref`` is computed in another way."""
+    whole = _spec(ref, nodes)
+    shape = whole.shape
     if len(shape) != 4:
         return None
     batch, wanted, length, size = shape
     shapes: list[tuple[int, ...]] = [shape]
     while _is_reshape(nodes[ref.name]):
         ref = nodes[ref.name].args[0]
-        shapes.append(nodes[ref.name].outputs[ref.index].shape)
+        shapes.append(_spec(ref, nodes).shape)
     node = nodes[ref.name]
     if packet(node.op) == "repeat_interleave" and node.op.endswith("self_int"):
         dim = argument(node, 2, "dim")
@@ -83,5 +87,5 @@ def _unrepeated(ref: Ref, nodes: Mapping[str, Node]) -> Ref | None:
     if packet(one.op) != "unsqueeze" or one.args[1] not in (2, _HEADS):
         return None
     source: Ref = one.args[0]
-    is_source = nodes[source.name].outputs[source.index].shape == (batch, heads, length, size)
+    is_source = _spec(source, nodes) == replace(whole, shape=(batch, heads, length, size))
     return source if is_source else None

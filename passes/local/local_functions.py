@@ -77,21 +77,21 @@ def grouped_attention(
     balanced: tuple[int, ...] = (),
     **options: Any,
 ) -> Tensor:
-    """Compute attention in which each head of keys and values is read by a group of the heads of
-    queries. ``heads`` has the mesh axes that split the heads of queries, and those that split the
-    heads of keys: if these are fewer, the rank takes the heads that its queries read. With ``axes``
-    attention is causal, and they split the positions of queries; see ``balanced_causal_attention``.
-    """
-    start, num_heads = part_of(rank, query.shape[-3], heads[0])
-    held, num_read = part_of(rank, key.shape[-3], heads[1])
+    """Compute attention in which a group of heads of queries reads each head of keys and values.
+    ``heads``: the mesh axes that split the heads of queries, and those that split the heads of
+    keys; if these are fewer, the rank takes the heads that its queries read. With ``axes``
+    attention is causal, and they split the positions of queries; ``balanced``: see
+    ``balanced_causal_attention``."""
     if heads[0] != heads[1]:
+        start, num_heads = part_of(rank, query.shape[-3], heads[0])
+        held, num_read = part_of(rank, key.shape[-3], heads[1])
         first = start * num_read // num_heads - held
         number = max(1, query.shape[-3] * num_read // num_heads)
         key, value = (each.narrow(-3, first, number) for each in (key, value))
-    if query.dtype.itemsize > 2:
-        count = query.shape[-3] // key.shape[-3]
+    count = query.shape[-3] // key.shape[-3]
+    if count > 1 and query.dtype.itemsize > 2:
         key, value = (each.repeat_interleave(count, -3) for each in (key, value))
-    else:
+    elif count > 1:
         options["enable_gqa"] = True
     if balanced:
         named = {"axes": axes, "balanced": balanced}

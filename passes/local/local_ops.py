@@ -18,6 +18,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...planner.errors import PlanError
 from ...planner.graph.graph import Node, Ref, TensorSpec, map_refs
@@ -215,23 +216,18 @@ def _nll_loss(op: LocalOp) -> Call:
 def _attention(op: LocalOp) -> Call:
     dim = len(op.global_shape("query")) - 2
     axes = op.axes("query", dim) if op["is_causal"] else ()
-    options = {name: op[name] for name in ("dropout_p", "scale", "enable_gqa")}
-    if axes:
-        options["axes"] = axes
-    balanced = balanced_axes(op.layout) if axes else ()
-    if balanced:
-        options["balanced"] = balanced
-    args = (op["query"], op["key"], op["value"])
-    if op["enable_gqa"] and op["attn_mask"] is None:
-        del options["enable_gqa"]
-        options["heads"] = op.axes("query", dim - 1), op.axes("key", dim - 1)
-        if not axes:
-            options["is_causal"] = op["is_causal"]
-        return Call(op.rank.bound(grouped_attention), args, options)
-    if not axes:
+    is_grouped = op["enable_gqa"] and op["attn_mask"] is None
+    if not (axes or is_grouped):
         return op.call()
-    function = balanced_causal_attention if balanced else split_causal_attention
-    return Call(op.rank.bound(function), args, options)
+    options = {name: op[name] for name in ("dropout_p", "scale")}
+    options |= {"axes": axes} if axes else {"is_causal": op["is_causal"]}
+    function: Callable[..., Tensor] = split_causal_attention
+    if axes and (balanced := balanced_axes(op.layout)):
+        function, options["balanced"] = balanced_causal_attention, balanced
+    if is_grouped:
+        function = grouped_attention
+        options["heads"] = op.axes("query", dim - 1), op.axes("key", dim - 1)
+    return op.by_rank(function, op["query"], op["key"], op["value"], **options)
 
 
 def _experts(op: LocalOp) -> Call:

@@ -303,8 +303,8 @@ class _Tiles:
         ]
 
     def _divisors(self) -> dict[str, fx.Node]:
-        """Add the divisors of the block's means of class losses, which depend on targets alone, to
-        its fx graph; return them by key."""
+        """Add to the block's fx graph the divisors of its classification losses that are means;
+        return them by key. They depend on targets alone."""
         ops = self.ops
         nodes = (ops.graph[name] for name in self.region.strategies)
         losses = [node for node in nodes if has_classes(node) and is_mean(node)]

@@ -53,7 +53,7 @@ class MeshPrices:
 
     ``cache`` may be shared by all uses with one cluster and one graph. ``asked`` records every new
     query. With ``only``, seconds from other sources count as zero. ``own``: the ranks that compute,
-    if ranks differ in their compute. ``ranks_on_host``: number of ranks on the first one's host,
+    if ranks differ in their compute. ``ranks_on_host``: the least number of ranks on a host,
     which send to other hosts at once.
     """
 
@@ -84,8 +84,7 @@ class MeshPrices:
         set_field(self, "speed", self.device.speed)
         axes = range(len(self.mesh.axes))
         set_field(self, "groups", tuple(self._slowest_group(axis) for axis in axes))
-        hosts = [self.cluster.host_of[rank] for rank in self.ranks]
-        set_field(self, "ranks_on_host", hosts.count(hosts[0]))
+        set_field(self, "ranks_on_host", self._slowest_group(*axes).ranks_per_host)
         given = self.assumptions.policy
         rules = given or policy(self.precision, self.optimizer, self.states)
         set_field(self, "policy", policy_on(self.device.kind, rules))

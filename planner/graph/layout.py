@@ -415,8 +415,8 @@ BALANCED = "balanced"
 
 
 OF_GROUPS = "heads of queries"
-"""Label of attention on an axis that splits the heads of queries, of which each group reads one
-head of keys and values, but cannot split these: every rank holds them, and reads its own."""
+"""Label of attention on an axis that splits the heads of queries, but not those of keys and values:
+every rank holds all of these, and reads the one that its heads of queries share."""
 
 
 SENT = "sent"
@@ -482,8 +482,8 @@ def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
 
 def keeps_groups(axes: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
     """Return whether strategies on axes of ``sizes`` split grouped dims only between groups, and
-    heads of keys on no axis after one that splits heads of queries alone (``OF_GROUPS``): the ranks
-    would not hold the heads that they read."""
+    leave each rank the heads of keys that it reads. After an axis of ``OF_GROUPS`` a further axis
+    may not split heads of keys, as their parts would not follow those of the queries' heads."""
     labels = [axis.label for axis in axes]
     if OF_GROUPS in labels:
         at = labels.index(OF_GROUPS)

@@ -53,31 +53,29 @@ def attention(case: Case) -> Signature | None:
 
 
 def is_grouped(node: Node) -> bool:
-    """Return whether a node is attention whose keys and values may have fewer heads than queries,
-    each of which a group of these reads."""
-    return packet(node.op) == ATTENTION.name and bool(argument(node, 7, "enable_gqa", False))
+    """Return whether a node is attention in which a head of keys and values may be read by a group
+    of heads of queries."""
+    return bool(node.kwargs.get("enable_gqa", False))
 
 
-def repeats_heads(node: Node, inputs: Specs) -> bool:
-    """Return whether attention of groups runs on copies of the heads of keys and values, one for
-    each of the queries: no fused kernel for float32 on GPUs reads a head for a group."""
-    return (
-        is_grouped(node) and inputs[0].itemsize > 2 and inputs[0].shape[-3:] != inputs[1].shape[-3:]
-    )
+def _copied_heads_bytes(node: Node, inputs: Specs) -> int:
+    """Return the bytes of keys and values with a head for each head of queries, which attention of
+    groups makes in 32 and 64 bits: PyTorch's fused GPU kernels for these read no groups."""
+    query, key, value = inputs[:3]
+    heads, held = query.shape[-3], key.shape[-3]
+    if not is_grouped(node) or query.itemsize <= 2 or heads == held:
+        return 0
+    return (key.num_bytes + value.num_bytes) * heads // held
 
 
 def grouped_strategies(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """Return the strategy ``OF_GROUPS`` if the axis has too many ranks to split the heads of keys:
-    several ranks then read the same head."""
+    """Return the strategy ``OF_GROUPS`` if the axis has several ranks for each head of keys: these
+    ranks read the same head, for different heads of queries."""
     if not is_grouped(case.node) or len(case.inputs) != 3 or axis_size == 1:
         return ()
     query, key, _ = (spec.shape[-3] for spec in case.inputs)
-    if (
-        not key % axis_size
-        or axis_size % key
-        or query % axis_size
-        or case.argument(4, "dropout_p", 0.0)
-    ):
+    is_shared = 1 < key < axis_size and axis_size % key == 0 and query % axis_size == 0
+    if not is_shared or case.argument(4, "dropout_p", 0.0):
         return ()
     held = (REPLICATE if spec.requires_grad else INVARIANT for spec in case.inputs[1:])
     split = shard(case.rank - 3)
@@ -115,11 +113,7 @@ def _kept_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     if writes_scores(node, inputs):
         factors = sum(spec.numel for spec in inputs[:3])
         return (factors + num_scores(inputs)) * statistic
-    copies = 0
-    if repeats_heads(node, inputs):
-        groups = inputs[0].shape[-3] // inputs[1].shape[-3]
-        copies = groups * (inputs[1].num_bytes + inputs[2].num_bytes)
-    return copies + prod(outputs[0].shape[:-1]) * statistic
+    return _copied_heads_bytes(node, inputs) + prod(outputs[0].shape[:-1]) * statistic
 
 
 def _balanced_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:

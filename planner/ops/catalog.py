@@ -131,7 +131,7 @@ def has_classes(node: Node) -> bool:
 
 
 def ignored_class(node: Node) -> int:
-    """Return the index of the class whose targets a loss of classes ignores."""
+    """Return the class index that a classification loss ignores among its targets."""
     return int(argument(node, 4, "ignore_index", -100))
 
 

@@ -295,8 +295,8 @@ def _collective(links: Links, mesh: DeviceMesh, device: torch.device) -> Prepare
 
 def message_call(links: Links, device: torch.device) -> Prepared:
     """Return a function that, given a size in bytes, prepares the call to time: messages of that
-    size in both directions of a pair at once, in all pairs of ``links``, so that pairs that share a
-    link share it in each direction. (Messages there and back would take turns on it.)"""
+    size in both directions of a pair, in all pairs of ``links`` at once. Pairs that share a link
+    then share each of its directions; with messages there and back they would take turns."""
     rank = dist.get_rank()
     pair = next((pair for pair in links.partition if rank in pair), None)
 
@@ -308,8 +308,8 @@ def message_call(links: Links, device: torch.device) -> Prepared:
         (other,) = (each for each in pair if each != rank)
 
         def exchange() -> None:
-            sends = dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)
-            for work in dist.batch_isend_irecv(list(sends)):
+            both = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+            for work in dist.batch_isend_irecv(both):
                 work.wait()
 
         return exchange, None, numel * ITEM_BYTES
@@ -378,12 +378,13 @@ def partition_of(
         if not is_wired:
             return spread
         return tuple(own for own in spread if level_of(group_of(cluster, own)) == level)
-    if group.num_hosts > 1 or not is_wired:
-        hosts = [host.num_devices for host in cluster.hosts]
-        pairs = neighbours(hosts, between_hosts=group.num_hosts > 1)
-        return pairs[: group.num_pairs] if group.num_hosts > 1 else pairs
-    every = combinations(range(cluster.num_devices), 2)
-    return disjoint(pair for pair in every if level_of(group_of(cluster, pair)) == level)
+    hosts = [host.num_devices for host in cluster.hosts]
+    if group.num_hosts > 1:
+        return neighbours(hosts, between_hosts=True)[: group.num_pairs]
+    if not is_wired:
+        return neighbours(hosts, between_hosts=False)
+    pairs = combinations(range(cluster.num_devices), 2)
+    return disjoint(pair for pair in pairs if level_of(group_of(cluster, pair)) == level)
 
 
 def disjoint(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

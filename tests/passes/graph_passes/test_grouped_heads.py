@@ -35,7 +35,7 @@ def interleaved(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Attention of six heads of queries on two of keys and values, repeated by ``repeat``."""
+    """Attention of six heads of queries; ``repeat`` makes six heads of keys and values of two."""
 
     def __init__(self, repeat: Callable[[Tensor], Tensor], *, masked: bool = False) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 def attention(repeat: Callable[[Tensor], Tensor], *, masked: bool = False) -> Node:
-    """Return the captured attention; the captured loss equals the model's own."""
+    """Return the captured attention node; assert that the captured loss is the model's."""
     torch.manual_seed(0)
     x = torch.randn(2, HEADS, 5, 4, dtype=torch.float64)
     model = Attention(repeat, masked=masked).double()
@@ -78,7 +78,7 @@ def test_heads_in_another_order_or_with_other_values_stay_as_they_are(
 
 
 def test_masked_attention_keeps_repeated_heads() -> None:
-    """PyTorch's kernel for masks reads as many heads of keys as of queries."""
+    """PyTorch's GPU kernel for masks needs a head of keys for each head of queries."""
     assert not attention(expanded, masked=True).kwargs.get("enable_gqa")
 
 

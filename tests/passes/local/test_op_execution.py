@@ -115,4 +115,5 @@ def test_sampled_layouts_hold_in_the_formats_that_are_trained_in(
         except Exception as error:
             error.add_note(f"{case} in {dtype} as {describe(layout)}")
             raise
+    assert chosen
     record_property(f"proven-{str(dtype).removeprefix('torch.')}", len(chosen))

@@ -37,6 +37,7 @@ from autoparallel.planner.graph.layout import (
 )
 from autoparallel.planner.ops import axis_strategies, work
 from autoparallel.planner.ops.experts import BALANCED_ATTENTION, as_run
+from autoparallel.planner.ops.saved import saved_extra_bytes
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced, Request
@@ -231,6 +232,25 @@ def test_it_keeps_half_of_the_queries_and_its_results_twice() -> None:
     }
     local = HEADS * SEQ // 2 * SIZE * 4
     assert kept[BALANCED] - kept["q"] == local // 2 + local
+
+
+@pytest.mark.parametrize("label", ["q", BALANCED])
+def test_heads_of_groups_are_copied_in_32_bits_alone(label: str) -> None:
+    """Keys and values have half as many heads as queries: their copies have one for each."""
+    graph = attention(*CAUSAL)
+    node = as_run(graph["op"], layout_of(strategy(graph, 2, label)), (2,))
+    copied = {}
+    for dtype in ("float32", "bfloat16"):
+        rows, keys = (
+            TensorSpec((1, heads, length, SIZE), dtype, requires_grad=True)
+            for heads, length in ((HEADS, SEQ // 2), (HEADS // 2, SEQ))
+        )
+        grouped, alone = (
+            saved_extra_bytes(replace(node, kwargs=kwargs), (rows, keys, keys), (rows,))
+            for kwargs in ({"enable_gqa": True}, {})
+        )
+        copied[dtype] = grouped - alone
+    assert copied == {"float32": 2 * HEADS * SEQ * SIZE * 4, "bfloat16": 0}
 
 
 def test_attention_of_a_later_slice_is_not_taken_for_balanced() -> None:

@@ -214,15 +214,22 @@ def test_an_expanded_dim_is_split_from_a_whole_input_with_a_partial_gradient() -
     assert splits(found) == {"R -> S(0)", "R -> S(1)", "S(1) -> S(2)"}
 
 
-def test_attention_splits_batch_heads_and_queries_with_grouped_keys_along() -> None:
-    found = offered(
+def offered_to_groups(size: int) -> set[str]:
+    """Return the strategies, on an axis of ``size``, of causal attention in which two heads of keys
+    are read by four heads of queries each."""
+    keys = spec(2, 2, 6, 4)
+    return offered(
         "scaled_dot_product_attention.default",
         (X, Ref("x1"), Ref("x2"), None, 0.0, True),
-        [spec(2, 8, 6, 4), spec(2, 2, 6, 4), spec(2, 2, 6, 4)],
+        [spec(2, 8, 6, 4), keys, keys],
         spec(2, 8, 6, 4),
+        size=size,
         enable_gqa=True,
     )
-    assert splits(found) == {
+
+
+def test_attention_splits_batch_heads_and_queries_with_grouped_keys_along() -> None:
+    assert splits(offered_to_groups(size=2)) == {
         "S(0) S(0) S(0) -> S(0)",
         "S(1) S(1) S(1) -> S(1)",
         "S(2) R R -> S(2)",
@@ -230,15 +237,7 @@ def test_attention_splits_batch_heads_and_queries_with_grouped_keys_along() -> N
 
 
 def test_an_axis_with_more_ranks_than_key_heads_splits_those_of_queries_alone() -> None:
-    found = offered(
-        "scaled_dot_product_attention.default",
-        (X, Ref("x1"), Ref("x2"), None, 0.0, True),
-        [spec(2, 8, 6, 4), spec(2, 2, 6, 4), spec(2, 2, 6, 4)],
-        spec(2, 8, 6, 4),
-        size=4,
-        enable_gqa=True,
-    )
-    assert splits(found) == {"S(1) R R -> S(1)"}
+    assert splits(offered_to_groups(size=4)) == {"S(1) R R -> S(1)"}
 
 
 def test_one_key_head_is_shared_by_all_query_heads() -> None:
