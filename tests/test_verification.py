@@ -66,6 +66,7 @@ def target(model: str) -> Target:
 
     With dropout: a GPT that has it everywhere (``dropout``), or everywhere but on attention's
     weights (``dropped``), or one that sees later positions (``bidirectional``); Hugging Face GPT-2.
+    A loss over a vocabulary (``loss:z`` and others of ``tests/models/vocabulary_losses.py``).
     A mixture with shared experts (``shared``): Qwen2-MoE; with two experts (``few``): Mixtral.
     """
     if model in ("gpt", "gpt-tied"):
@@ -76,6 +77,8 @@ def target(model: str) -> Target:
         return load_target("tests/models/gpt_dropout.py", {"causal": False})
     if model == "dropped":
         return load_target("tests/models/gpt_dropout.py", {"in_attention": False})
+    if model.startswith("loss:"):
+        return load_target("tests/models/vocabulary_losses.py", {"loss": model[5:]})
     if model == "few":
         return load_target("hf:tests/models/mixtral", {"num_local_experts": 2})
     if model == "shared":

@@ -167,17 +167,18 @@ class _Region:
             self.after.add(node.name)
 
     def _is_next(self, node: Node) -> bool:
-        """Return whether an op reads values that are cut. Ops on values without gradients, such as
-        targets, are left out."""
+        """Return whether an op reads values that are cut, or sums over them. Ops that read nothing
+        with a gradient, such as those on targets, are left out."""
         reads = [self.made[ref] for ref in node.inputs if ref in self.made]
-        if not reads and any(spec.requires_grad for spec in node.outputs):
+        if not reads and any(self.graph.spec(ref).requires_grad for ref in node.inputs):
             reads = [self.entries[ref] for ref in node.inputs if ref in self.entries]
-        return any(each.is_shard for each in reads)
+        return any(map(_varies, reads))
 
     def takes(self, node: Node, strategy: AxisStrategy) -> bool:
         """Add an op with a strategy if that fits; return whether it does."""
-        fits = not _exchanges(node, strategy) and any(each.is_shard for each in strategy.inputs)
-        if not fits or not all(each.is_shard or each.kind == "P" for each in strategy.outputs):
+        fits = not _exchanges(node, strategy) and all(map(_varies, strategy.outputs))
+        is_scalar = all(spec.numel == 1 for spec in node.outputs)  # a sum is finished tile by tile
+        if not fits or not any(each.is_shard or is_scalar for each in strategy.inputs):
             return False
         entering: dict[Ref, Placement] = {}
         for ref, placement in zip(node.inputs, strategy.inputs, strict=True):
@@ -204,6 +205,11 @@ class _Region:
         return TiledRegion(
             self.chosen, self.entries, tuple(cut), self.num_bytes, num_rows, is_drawn, sum_bytes
         )
+
+
+def _varies(placement: Placement) -> bool:
+    """Return whether a value differs from tile to tile: it is cut, or a tile's part of a sum."""
+    return placement.is_shard or placement.kind == "P"
 
 
 def _exchanges(node: Node, strategy: AxisStrategy) -> bool:

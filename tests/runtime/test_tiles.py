@@ -18,6 +18,9 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.local.tiles import TiledCall
+from autoparallel.planner import ops as rules
+from autoparallel.planner.graph.layout import Mesh
+from autoparallel.planner.kernels.tiles import last_region
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import plan_program
 
@@ -26,7 +29,11 @@ QUICK = (
     ("llama", "cp=2,tp=2,microbatches=16"),
     ("shared", "dp=2,tp=2,ep=4,microbatches=8"),
     ("mixtral", "dp=4,ep=4,zero=3,microbatches=2"),
+    ("loss:z", "dp=2,tp=2,microbatches=4"),
+    ("loss:distilled", "dp=2,tp=2,microbatches=8"),
 )
+VOCABULARY = 48
+LOSSES = "plain", "smoothed", "capped", "z", "distilled"
 CASES = (
     *QUICK,
     ("llama", "dp=4,zero=3,microbatches=1"),
@@ -52,6 +59,15 @@ CASES = (
     ("shared", "dp=4,ep=4,microbatches=4"),
     ("deepseek_v3", "dp=2,tp=2,ep=4,microbatches=8"),
     ("deepseek_v3", "dp=4,ep=4,microbatches=2"),
+    *(
+        (f"loss:{loss}", parallel)
+        for loss in LOSSES
+        for parallel in (
+            "tp=4,microbatches=16",
+            "cp=4,microbatches=16",
+            "dp=4,zero=3,microbatches=1",
+        )
+    ),
 )
 """Models and degrees; two rows of a rank and more are cut by rows, one is cut by positions."""
 
@@ -104,3 +120,17 @@ def test_a_plan_with_tiles_equals_one_device(model: str, parallel: str) -> None:
     check_verified(found)
     assert loads(planned(model, parallel), "test").tiles > 1
     assert count > 1
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_logits_of_a_loss_are_whole(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The region has the loss itself and all ops on values as wide as the vocabulary."""
+    cut_all(monkeypatch.setattr)
+    program = captured(f"loss:{loss}", "fp32")[1]
+    head = program.blocks.blocks[-1].nodes
+    found = last_region(head, program.graph, rules, Mesh(("dp",), (1,)))
+    assert found is not None
+    assert head[-1] in found.strategies
+    wide = {name for name in head if VOCABULARY in program.graph[name].spec.shape}
+    assert len(wide) > 1
+    assert wide <= found.strategies.keys()

@@ -47,13 +47,18 @@ LOADS = "experts by measured loads: counted in a run, priced by the busiest rank
 
 TILES = "ops at the end of recomputed blocks, computed tile by tile: found, priced and run"
 
+LONG = (
+    "sequences of a million positions: losses in tiles, rings, attention's results that are kept, "
+    "values in host memory, states sharded within groups"
+)
+
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: lines", 8819, EXPERTS),
     ("cost_model: files", 46, FOLDERS),
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 0),
-    ("planner: lines", 32905, EXPERTS),
+    ("planner: lines", 32911, LONG),
     ("planner: files", 145, TILES),
     ("planner: flat files", 5),
     ("planner: imports inside functions", 0),
@@ -73,7 +78,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("api: flat files", 2),
     ("api: imports inside functions", 12, CALLS),
     ("api: collections of op names", 2),
-    ("all packages: lines", 112762, EXPERTS),
+    ("all packages: lines", 112768, LONG),
     ("all packages: files", 567, EXPERTS),
     ("all packages: flat files", 7),
     ("all packages: imports inside functions", 13, CALLS),
@@ -88,11 +93,11 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 10, STATED),
     ("exceptions from formatting (fmt: skip, fmt: off)", 0, KERNELS),
     ("pages of docs/ without docs/adr/", 19),
-    ("words of docs/ without docs/adr/ and generated pages", 28577, EXPERTS),
+    ("words of docs/ without docs/adr/ and generated pages", 28592, LONG),
     ("words of CHANGELOG.md", 316, TILES),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 74983, EXPERTS),
-    ("tests: files", 475, EXPERTS),
+    ("tests: lines", 75090, LONG),
+    ("tests: files", 476, LONG),
     ("tests: flat files", 20),
 )
 """Name, ceiling, and the reason if it rose."""
