@@ -26,6 +26,7 @@ from .sources import (
     ACCUMULATING,
     BF16_OPTIMIZER,
     CACHED,
+    CACHED_COMPILED,
     EXPOSED_BESIDE_PRODUCTS,
     FOUNDRY,
     FOUNDRY_A100,
@@ -52,6 +53,12 @@ from .tables import (
 TITAN_PRODUCTS_KEPT = 0.5
 """torchtitan's selective checkpointing keeps attention and every second matrix product
 (parallelisms/parallelize_llama.py)."""
+KEPT_IN_PIPELINES = 1
+"""ZeRO stage of torchtitan's FSDP in a pipeline: parameters stay whole after a forward, and whole
+gradients are added up until the last micro-batch (``set_requires_gradient_sync`` in PyTorch's
+``PipelineStage``)."""
+LEAST_CHUNKS = 2
+"""Chunks of a rank where an interleaved schedule does not say how many."""
 RESERVED = ("nvidia-smi", "reserved", "llama3_h100_202412")
 """Words of a row whose memory is what the allocator reserved."""
 STEP_METRICS = ("iter_time_s", "tokens/s", "TFLOPs/GPU", "samples/s")
@@ -110,7 +117,7 @@ def published(row: Row, line: int) -> Run:
             _program(row, configuration.num_microbatches),
             exposed_share=_exposed_share(row),
             kept_outputs=_kept_outputs(row, configuration, shape.layers),
-            cached=CACHED if _is_reserved(row) else 0.0,
+            cached=_cached(row, configuration),
             layer_host_seconds=HOOKED_SECONDS if _runs_hooks(row) else 0.0,
         ),
         assumptions=assumptions,
@@ -228,9 +235,10 @@ def _attention(row: Row, family: Family, assumed: list[str]) -> Kernels:
 def _configuration(row: Row, assumed: list[str]) -> Configuration:
     """Degrees, batch, precision, ZeRO and recomputation; the schedule comes after."""
     dp, tp, pp, cp = (number(row, name) for name in ("dp", "tp", "pp", "cp"))
-    rows = number(row, "micro_batch")
+    num_rows = number(row, "global_batch_seqs")
+    rows = _micro_batch(row, num_rows // dp, pp, assumed)
     zero = _zero(row)
-    num_microbatches = microbatches(number(row, "global_batch_seqs"), dp, rows)
+    num_microbatches = microbatches(num_rows, dp, rows)
     return Configuration(
         dp=dp,
         tp=tp,
@@ -248,6 +256,15 @@ def _configuration(row: Row, assumed: list[str]) -> Configuration:
         compiled="torch.compile" in row["precision"],
         compiles_ends="torchtitan@b5bcd76" not in row["source"],  # whose loss was not compiled
     )
+
+
+def _micro_batch(row: Row, num_rows: int, pp: int, assumed: list[str]) -> int:
+    """As stated; else a pipeline of torchtitan has as many micro-batches as stages
+    (``pipeline_parallel_microbatches`` of 2024). ``num_rows``: of a data-parallel rank."""
+    if row.get("micro_batch") or not _is_titan(row) or pp == 1:
+        return number(row, "micro_batch")
+    assumed.append("micro_batch")
+    return max(1, num_rows // pp)
 
 
 def _selective_share(row: Row) -> float:
@@ -301,7 +318,7 @@ def _zero(row: Row) -> int:
     if text.startswith("not stated") or not text or text == "n/a":
         raise UnusableRowError(f"sharding {text or 'is missing'!r}")
     if stage:
-        return int(stage[1])
+        return KEPT_IN_PIPELINES if _is_titan(row) and number(row, "pp") > 1 else int(stage[1])
     if "FULL_SHARD" in text:
         return 3
     if "distributed optimizer" in text:
@@ -347,9 +364,12 @@ def _kept_outputs(row: Row, own: Configuration, num_layers: int) -> float:
     return own.num_stages / num_layers if holds else 0.0
 
 
-def _is_reserved(row: Row) -> bool:
-    """Whether the memory is what the allocator reserved, and not what tensors took."""
-    return any(word in row["notes"] + row["source"] for word in RESERVED)
+def _cached(row: Row, own: Configuration) -> float:
+    """The share of what comes and goes that counts besides, where the memory is what the allocator
+    reserved, and not what tensors took."""
+    if not any(word in row["notes"] + row["source"] for word in RESERVED):
+        return 0.0
+    return CACHED_COMPILED if own.compiled else CACHED
 
 
 def _recompute(row: Row, assumed: list[str]) -> Recompute:
@@ -391,11 +411,14 @@ def _schedule(row: Row, own: Configuration, layers: int, assumed: list[str]) -> 
     text = row.get("schedule", "")
     if own.pp == 1:
         return "1f1b", 1
-    chunks = re.search(r"\bv=(\d+)", text)
+    chunks = re.search(r"\b[vm]=(\d+)", text)
     if "interleaved" in text and "1 layer per chunk" in text:
         return "interleaved-1f1b", -(-layers // own.pp)
     if "interleaved" in text and chunks:
         return "interleaved-1f1b", int(chunks[1])
+    if text.startswith("interleaved 1F1B") and _is_titan(row):
+        assumed.append("virtual stages")
+        return "interleaved-1f1b", LEAST_CHUNKS
     if text.startswith("1F1B"):
         if "not stated" in text:
             assumed.append("schedule")

@@ -55,6 +55,10 @@ TABLES = (
 )
 
 
+LONG = 16_384
+"""Tokens of a sequence that is long."""
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """A file's results. ``judged`` are those that its headline figures count: quality A."""
@@ -68,6 +72,11 @@ class Report:
     @property
     def judged(self) -> list[Result | Skipped]:
         return [each for each in self.results if quality(each) == "A"]
+
+    @property
+    def long(self) -> list[Result]:
+        """The priced rows of long sequences, of all qualities."""
+        return [each for each in priced(self) if each.run.shape.seq >= LONG]
 
     @property
     def headline(self) -> Score:
@@ -102,6 +111,7 @@ def as_json(found: Report) -> dict[str, Any]:
             source: score(own).as_json() for source, own in by_source(found.results).items()
         },
         "by_zero": {stage: score(own).as_json() for stage, own in by_zero(found.results).items()},
+        "long": score(found.long).as_json(),
         "compile_gains": [asdict(gain) for gain in compile_gains(priced(found))],
         "regrets": regrets(priced(found)),
         "rows": [row_json(each) for each in found.results],
@@ -161,6 +171,8 @@ def print_report(found: Report) -> None:
         _print_row(source[:60], score(own))
     for stage, own in by_zero(found.results).items():
         _print_row(f"ZeRO {stage}", score(own))
+    if found.long:
+        _print_row(f"{LONG} tokens and more", score(found.long))
     _print_residuals([each for each in found.judged if isinstance(each, Result)])
     for gain in compile_gains(priced(found)):
         text = f"  compiled {gain.compiled}: {100 * gain.predicted:+.1f} % steps per second"

@@ -167,6 +167,21 @@ def test_chunks_of_one_layer_leave_the_ends_to_embedding_and_head() -> None:
     assert (own.pp, own.num_chunks, own.layers) == (8, 3, (0, *(1,) * 22, 0))
 
 
+def test_chunks_of_an_interleaved_schedule_are_read_by_either_name() -> None:
+    own = copied_runs()["korth_530B_full"].configuration
+    assert (own.schedule, own.num_chunks) == ("interleaved-1f1b", 3)
+
+
+def test_a_pipeline_of_torchtitan_has_its_default_number_of_microbatches() -> None:
+    """It adds up whole gradients until the last, as ZeRO 1 does."""
+    runs = copied_runs()
+    run = runs["titan_405B_512_interleaved"]
+    own = run.configuration
+    assert (own.pp, own.num_microbatches, own.num_chunks, own.zero) == (8, 8, 2, 1)
+    assert run.assumed == ("micro_batch", "virtual stages")
+    assert runs["titan_70B_256_2d"].configuration.zero == 3
+
+
 def test_gradients_are_accumulated_as_the_row_says() -> None:
     runs = copied_runs()
     bf16 = runs["bloom_12288x106_a96_d8t4p12m2_g2048_02-28"].program
@@ -210,9 +225,8 @@ def test_a_source_has_its_own_kernels_and_what_it_read_of_memory() -> None:
         for gpu in ("a100", "h100")
     )
     assert (a100, h100) == (0.325, 0.19)
-    reserved = runs["titan_8B_8gpu_eager"].program
-    allocated = runs["zb_1.5B_1F1B-I_24mb"].program
-    assert (reserved.cached, allocated.cached) == (0.23, 0.0)
+    names = ("titan_8B_8gpu_eager", "titan_8B_8gpu_compile", "zb_1.5B_1F1B-I_24mb")
+    assert [runs[name].program.cached for name in names] == [0.23, 0.135, 0.0]
 
 
 def test_results_are_told_apart_by_zero_stage() -> None:
@@ -236,4 +250,4 @@ def test_the_gain_of_compiling_is_within_five_points_of_the_published_one(tmp_pa
     assert gain.measured == pytest.approx(6667 / 5762 - 1, abs=1e-3)
     assert abs(gain.predicted - gain.measured) < 0.05
     assert gain.measured_bytes is not None
-    assert 0 < gain.predicted_bytes < gain.measured_bytes < gain.predicted_bytes + 0.07
+    assert gain.predicted_bytes == pytest.approx(gain.measured_bytes, abs=0.01)
