@@ -96,7 +96,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 28592, LONG),
     ("words of CHANGELOG.md", 316, TILES),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 75090, LONG),
+    ("tests: lines", 75104, LONG),
     ("tests: files", 476, LONG),
     ("tests: flat files", 20),
 )
