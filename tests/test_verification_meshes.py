@@ -29,6 +29,7 @@ from autoparallel.runtime.verify.verify import Verification
 
 FEW = (
     ("gpt", "dp=2,cp=2"),
+    ("window", "dp=2,cp=2"),
     ("mixtral", "dp=4,ep=2,zero=2"),
     ("few", "dp=4,ep=2,zero=3,microbatches=2"),
     ("mixtral", "dp=4,ep=4,zero=3,microbatches=2,recompute=full"),
@@ -47,6 +48,9 @@ FOUR = (
     ("mixtral", "dp=2,ep=2,pp=2,zero=1,microbatches=4,schedule=zbv"),
     ("gpt", "cp=2,tp=2,microbatches=2,recompute=full"),
     ("llama", "dp=2,cp=2,zero=2"),
+    ("window", "cp=4"),
+    ("window", "cp=2,tp=2,recompute=full"),
+    ("window", "cp=2,pp=2,microbatches=4,recompute=selective"),
     ("llama", "cp=2,pp=2,microbatches=4"),
     ("mixtral", "ep=4,microbatches=2"),
     ("mixtral", "ep=2,tp=2"),

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...planner.graph.graph import Graph, Node, Ref, TensorSpec
-from ...planner.ops.attention import is_grouped
+from ...planner.ops.attention import is_attention, is_grouped
 from ...planner.ops.case import argument, packet
 from ...planner.ops.catalog import spec_of
 from .hoist import drop_dead
-from .masks import SDPA
 
 _HEADS = -3
 
@@ -28,7 +27,7 @@ class GroupHeads:
 
     def __call__(self, graph: Graph) -> Graph:
         nodes = graph.by_name
-        changed = {node.name: _grouped(node, nodes) for node in graph.nodes if node.op == SDPA}
+        changed = {node.name: _grouped(node, nodes) for node in graph.nodes if is_attention(node)}
         if all(nodes[name] is node for name, node in changed.items()):
             return graph
         return drop_dead(

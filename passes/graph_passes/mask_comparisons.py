@@ -1,18 +1,18 @@
-"""The meaning of a mask that is a conjunction of comparisons, without computing it.
+"""The band of a mask that is a conjunction of comparisons, without computing the mask.
 
 A mask over long sequences has too many elements to evaluate: 65,536 positions make 4.3e9 of
 them. Hugging Face models write it as ``mask[i, j] = a & b & ...`` where each term is a value
 that holds everywhere or a comparison of a vector over rows with a vector over columns. Each
 term then follows from its vectors: ``columns[j] <= rows[i]`` is causal if and only if, for
 every row ``i``, the largest of ``columns[:i + 1]`` satisfies it and the smallest of
-``columns[i + 1:]`` does not.
+``columns[i + 1:]`` does not. If both vectors count positions, any comparison is a band.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,9 +20,16 @@ from torch import Tensor
 from ...planner.graph.graph import Graph, Node, Ref
 from ..programs.constants import evaluate_constants
 
-Meaning: TypeAlias = Literal["causal", "all"]
-"""Meaning of an attention mask. ``"causal"``: position i sees j if and only if j <= i. ``"all"``:
-no position is hidden."""
+
+class Band(NamedTuple):
+    """Positions that an attention mask lets position i see: from i - ``before`` to i + ``after``.
+    None sets no limit."""
+
+    before: int | None = None
+    after: int | None = None
+
+
+ALL, CAUSAL = Band(), Band(after=0)
 
 Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -38,31 +45,35 @@ COMPARISONS: Mapping[str, Compare] = {
 }
 
 
-def conjunction_meaning(
+def conjunction_band(
     graph: Graph, name: str, buffers: Mapping[str, Tensor], can_evaluate: Callable[[str], bool]
-) -> Meaning | None:
-    """Return the meaning of the boolean attention mask ``name``, a constant of shape (..., rows,
-    columns): "causal", or "all" if it hides nothing. None if it is neither, or not a conjunction of
-    known comparisons. Only constants for which ``can_evaluate`` is true are computed."""
+) -> Band | None:
+    """Return the band of the boolean attention mask ``name``, a constant of shape (..., rows,
+    columns); None if it is no band, or not a conjunction of known comparisons. Only constants for
+    which ``can_evaluate`` is true are computed."""
     if graph[name].spec.shape[-2] != graph[name].spec.shape[-1]:
         return None
 
     def value(ref: Ref) -> Tensor:
         return evaluate_constants(graph, [ref.name], device="cpu", buffers=buffers)[ref.name]
 
-    meanings: set[Meaning | None] = set()
+    bands: list[Band] = []
     for term in _terms(graph, name):
         operands = [arg for arg in term.args if isinstance(arg, Ref)]
         if term.op in COMPARISONS and all(can_evaluate(ref.name) for ref in operands):
             left, right = map(value, operands)
-            meanings.add(_comparison_meaning(COMPARISONS[term.op], left, right))
-        elif can_evaluate(term.name):
-            meanings.add("all" if bool(value(Ref(term.name)).all()) else None)
+            found = _comparison_band(COMPARISONS[term.op], left, right)
         else:
+            is_all = can_evaluate(term.name) and bool(value(Ref(term.name)).all())
+            found = ALL if is_all else None
+        if found is None:
             return None
-    if None in meanings:
-        return None
-    return "causal" if "causal" in meanings else "all"
+        bands.append(found)
+    return Band(_least(band.before for band in bands), _least(band.after for band in bands))
+
+
+def _least(limits: Iterable[int | None]) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _terms(graph: Graph, name: str) -> Iterator[Node]:
@@ -75,16 +86,17 @@ def _terms(graph: Graph, name: str) -> Iterator[Node]:
         yield node
 
 
-def _comparison_meaning(compare: Compare, left: Tensor, right: Tensor) -> Meaning | None:
-    """Return the meaning ("causal" or "all") of the mask ``compare(left, right)``, where ``left``
-    and ``right`` are a vector over rows and a vector over columns; None if it is neither.
+def _comparison_band(compare: Compare, left: Tensor, right: Tensor) -> Band | None:
+    """Return the band of the mask ``compare(left, right)``, where ``left`` and ``right`` are a
+    vector over rows and a vector over columns; None if it is no band.
 
     >>> positions = torch.arange(4)
-    >>> _comparison_meaning(operator.ge, positions[:, None], positions[None, :])
-    'causal'
-    >>> _comparison_meaning(operator.gt, positions[:, None] + 4, positions[None, :])
-    'all'
-    >>> _comparison_meaning(operator.gt, positions[:, None], positions[None, :])
+    >>> _comparison_band(operator.ge, positions[:, None], positions[None, :]) == CAUSAL
+    True
+    >>> _comparison_band(operator.gt, positions[:, None] + 4, positions[None, :]) == ALL
+    True
+    >>> _comparison_band(operator.gt, positions[None, :], positions[:, None] - 2)
+    Band(before=1, after=None)
     """
     matrices = [value.reshape(-1, *value.shape[-2:]) for value in (left, right)]
     if any(not torch.equal(each, each[:1].expand_as(each)) for each in matrices):
@@ -97,15 +109,23 @@ def _comparison_meaning(compare: Compare, left: Tensor, right: Tensor) -> Meanin
     else:
         return None
     if all(bool(holds(rows, extreme).all()) for extreme in (columns.min(), columns.max())):
-        return "all"
-    seen = (columns.cummin(0).values, columns.cummax(0).values)
+        return ALL
+    earlier = (columns.cummin(0).values, columns.cummax(0).values)
     backward = columns.flip(0)
     hidden = (backward.cummin(0).values.flip(0)[1:], backward.cummax(0).values.flip(0)[1:])
-    if all(bool(holds(rows, extreme).all()) for extreme in seen) and not any(
+    if all(bool(holds(rows, extreme).all()) for extreme in earlier) and not any(
         bool(holds(rows[:-1], extreme).any()) for extreme in hidden
     ):
-        return "causal"
-    return None
+        return CAUSAL
+    places = torch.arange(len(rows))
+    if not all(torch.equal(each - each[0], places) for each in (rows, columns)):
+        return None
+    ahead = torch.arange(1 - len(rows), len(rows))  # j - i says whether j is seen from i
+    seen = ahead[holds(rows[0], columns[0] + ahead)]
+    if not len(seen) or int(seen[-1] - seen[0]) + 1 != len(seen) or seen[0] > 0 or seen[-1] < 0:
+        return None
+    is_open = seen[0] == ahead[0], seen[-1] == ahead[-1]
+    return Band(None if is_open[0] else -int(seen[0]), None if is_open[1] else int(seen[-1]))
 
 
 def _swapped(compare: Compare) -> Compare:

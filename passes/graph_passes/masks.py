@@ -1,9 +1,10 @@
-"""Masks: constants that are equal for every sequence, and causal or empty masks.
+"""Masks: constants that are equal for every sequence, and causal, windowed or empty masks.
 
 A mask that is equal along the batch is reduced to one row if its users broadcast it. A mask of
 scaled dot-product attention that lets a position see itself and all earlier positions becomes
-``is_causal=True``, and a mask that hides no position is dropped: the fused kernels are faster
-without a mask, and a causal flag has no layout to choose.
+``is_causal=True``, one that lets it see some earlier positions a ``window``, and a mask that hides
+no position is dropped: the kernels are faster without a mask, a flag has no layout to choose, and
+a mask of 1,048,576 positions would take a terabyte.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from ...planner.graph.graph import Graph, Node, Ref, TensorSpec, map_refs
 from ..ops.torch_ops import is_pointwise
 from ..programs.constants import ancestors, evaluate_constants
 from .hoist import drop_dead
-from .mask_comparisons import Meaning, conjunction_meaning
+from .mask_comparisons import ALL, Band, conjunction_band
 
+WINDOWED = "autoparallel.scaled_dot_product_attention.default"
 SDPA = "aten.scaled_dot_product_attention.default"
 LIMIT_ELEMENTS = 2**28
 CHECKED_ELEMENTS = 2**24
@@ -48,8 +50,7 @@ def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
     is_small = partial(can_evaluate, graph, buffers=buffers)
     for name in [node.name for node in graph.nodes if node.kind == "constant"]:
         if _masks_attention(graph, name) and graph[name].spec.dtype == "bool":
-            meaning = conjunction_meaning(graph, name, buffers, is_small)
-            graph = _to_flags(graph, name, meaning)
+            graph = _to_flags(graph, name, conjunction_band(graph, name, buffers, is_small))
     candidates = [
         node
         for node in graph.nodes
@@ -61,7 +62,7 @@ def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
     for node in candidates:
         value = evaluate_constants(graph, [node.name], device="cpu", buffers=buffers)[node.name]
         if _masks_attention(graph, node.name):
-            graph = _to_flags(graph, node.name, _meaning(value))
+            graph = _to_flags(graph, node.name, _band(value))
         graph = _to_row(graph, graph[node.name], value)
     return graph
 
@@ -101,23 +102,31 @@ def _mask_of(node: Node) -> Any:
     return node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
 
 
-def _to_flags(graph: Graph, name: str, meaning: Meaning | None) -> Graph:
-    """Make each attention under the mask ``name`` causal ("causal") or drop its mask ("all")."""
-    if meaning is None:
+def _to_flags(graph: Graph, name: str, band: Band | None) -> Graph:
+    """Replace the mask ``name`` of each attention by flags: none if all positions see each other,
+    causality, or causality and a window, if that is at most half of the positions."""
+    if band is None or band.after not in (None, 0):
+        return graph
+    length = graph[name].spec.shape[-1]
+    window = 0 if band.before is None or band.before >= length - 1 else band.before + 1
+    if window and (band.after is None or 2 * window > length):
         return graph
     users = [user for user in graph.users[name] if _mask_of(graph[user]) == Ref(name)]
-    changed = {user: _without_mask(graph[user], causal=meaning == "causal") for user in users}
+    changed = {
+        user: _without_mask(graph[user], causal=band.after == 0, window=window) for user in users
+    }
     return replace(graph, nodes=tuple(changed.get(node.name, node) for node in graph.nodes))
 
 
-def _meaning(mask: Tensor) -> Meaning | None:
-    """Return "causal" or "all" (hides nothing) for an attention mask with these values; None for
-    any other mask.
+def _band(mask: Tensor) -> Band | None:
+    """Return the band of an attention mask with these values; None for any other mask.
 
-    >>> _meaning(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril())
-    'causal'
-    >>> _meaning(torch.zeros(2, 2))
-    'all'
+    >>> _band(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril())
+    Band(before=None, after=0)
+    >>> _band(torch.zeros(2, 2))
+    Band(before=None, after=None)
+    >>> _band(torch.ones(4, 4, dtype=torch.bool).tril().triu(-1))
+    Band(before=1, after=0)
     """
     if mask.dtype != torch.bool:
         hidden = mask <= max(_HIDDEN, torch.finfo(mask.dtype).min)
@@ -128,22 +137,29 @@ def _meaning(mask: Tensor) -> Meaning | None:
         if mask.shape[dim] > 1 and _equal_rows(mask, dim):
             mask = mask.narrow(dim, 0, 1)
     if bool(mask.all()):
-        return "all"
+        return ALL
     rows, columns = mask.shape[-2:]
-    if rows == columns and torch.equal(mask, mask.new_ones(mask.shape).tril_()):
-        return "causal"
-    return None
+    if rows != columns or mask.numel() != rows * columns:
+        return None
+    mask = mask.view(rows, columns)
+    corner, last = mask[-1].byte(), rows - 1  # the last row sees back, the first ahead
+    before, after = last - int(corner.argmax()), last - int(mask[0].byte().flip(0).argmax())
+    if not torch.equal(mask, torch.ones_like(mask).tril_(after).triu_(-before)):
+        return None
+    return Band(None if before == last else before, None if after == last else after)
 
 
-def _without_mask(node: Node, *, causal: bool) -> Node:
+def _without_mask(node: Node, *, causal: bool, window: int) -> Node:
     args = (*node.args[:3],)
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     was_causal = bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False))
     rest = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "dropout_p")}
+    kwargs = {key: value for key, value in rest.items() if key != "is_causal"}
     return replace(
         node,
+        op=WINDOWED if window else SDPA,
         args=(*args, None, dropout, causal or was_causal),
-        kwargs={key: value for key, value in rest.items() if key != "is_causal"},
+        kwargs={**kwargs, "window": window} if window else kwargs,
     )
 
 

@@ -96,7 +96,7 @@ def grouped_attention(
     if balanced:
         named = {"axes": axes, "balanced": balanced}
         return balanced_causal_attention(rank, query, key, value, **named, **options)
-    if axes:
+    if axes or "window" in options:
         return split_causal_attention(rank, query, key, value, axes=axes, **options)
     return functional.scaled_dot_product_attention(query, key, value, **options)
 

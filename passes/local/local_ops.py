@@ -23,6 +23,7 @@ from torch import Tensor
 from ...planner.errors import PlanError
 from ...planner.graph.graph import Node, Ref, TensorSpec, map_refs
 from ...planner.graph.layout import NodeLayout, balanced_axes, is_halved, local_region
+from ...planner.ops.attention import window_of
 from ...planner.ops.catalog import spec_of
 from ...planner.ops.experts import column_order
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
@@ -217,10 +218,12 @@ def _attention(op: LocalOp) -> Call:
     dim = len(op.global_shape("query")) - 2
     axes = op.axes("query", dim) if op["is_causal"] else ()
     is_grouped = op["enable_gqa"] and op["attn_mask"] is None
+    window = window_of(op.node)
     if not (axes or is_grouped):
         return op.call()
     options = {name: op[name] for name in ("dropout_p", "scale")}
-    options |= {"axes": axes} if axes else {"is_causal": op["is_causal"]}
+    options |= {"axes": axes} if axes or window else {"is_causal": op["is_causal"]}
+    options |= {"window": window} if window else {}
     function: Callable[..., Tensor] = split_causal_attention
     if axes and (balanced := balanced_axes(op.layout)):
         function, options["balanced"] = balanced_causal_attention, balanced

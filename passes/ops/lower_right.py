@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from .windowed import windowed_attention
+
 _NAME = "autoparallel::lower_right_attention"
 torch.library.define(
     _NAME,
@@ -79,7 +81,7 @@ def balanced_attention(
 ) -> Tensor:
     """Compute causal attention for two halves of the queries (the first may have one more), where
     the last query of half i is at position ``ends[i]`` - 1 among the keys."""
-    options = {"scale": scale, "enable_gqa": enable_gqa}
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     halves = zip(split_in_half(query), ends, strict=True)
     return torch.cat([attend_upto(end, own, key, value, **options) for own, end in halves], -2)
 
@@ -91,10 +93,14 @@ def split_in_half(query: Tensor) -> tuple[Tensor, ...]:
     return torch.split(query, [length - length // 2, length // 2], -2)
 
 
-def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+def attend_upto(
+    end: int, query: Tensor, key: Tensor, value: Tensor, *, window: int = 0, **options: Any
+) -> Tensor:
     """Compute causal attention of queries, the last of which is at position ``end`` - 1 among the
-    keys. Keys from ``end`` on are cut off, as no query sees them."""
-    result: Tensor = torch.ops.autoparallel.lower_right_attention(
-        query, key.narrow(-2, 0, end), value.narrow(-2, 0, end), **options
-    )
+    keys. Keys from ``end`` on are cut off, as no query sees them. ``window``: number of keys that a
+    query sees, if not all."""
+    key, value = (each.narrow(-2, 0, end) for each in (key, value))
+    if window:
+        return windowed_attention(query, key, value, window=window, **options)
+    result: Tensor = torch.ops.autoparallel.lower_right_attention(query, key, value, **options)
     return result

@@ -20,10 +20,10 @@ from ..graph.graph import Graph, Node, Ref
 from ..graph.layout import AxisStrategy, shard
 from ..graph.positions import Dims, position_dims
 from ..ops import axis_strategies
+from ..ops.attention import is_attention, window_of
 from ..ops.case import argument
 from ..ops.catalog import has_classes, spec_of
 
-ATTENTION = "aten.scaled_dot_product_attention"
 _NONE, MEAN = 0, 1
 
 
@@ -113,7 +113,7 @@ def _follow(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> None:
         _follow_written(found, graph, node, places)
     elif spec.is_counted:
         _follow_counted(found, graph, node, places)
-    elif packet == ATTENTION:
+    elif is_attention(node):
         _follow_attention(found, node, places)
     elif spec.form == "reshape" and len(refs) == 1:
         found.places[Ref(node.name)] = _viewed(graph, node, places[0])
@@ -170,6 +170,8 @@ def _follow_attention(found: SeqDims, node: Node, places: Mapping[int, SeqDim]) 
         node, 5, "is_causal", False
     ):
         raise _mixes(node, "its attention is not causal: positions see later ones")
+    if window_of(node):
+        raise _mixes(node, "its attention has a window")
     if argument(node, 4, "dropout_p", 0.0):
         raise _mixes(node, "its random numbers are not counted")
     dim = len(node.spec.shape) - 2

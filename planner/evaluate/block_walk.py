@@ -33,11 +33,12 @@ from ..costs.others_beside import seconds_beside
 from ..costs.prices import Prices, Seconds, StateBytes
 from ..graph.graph import Block, Blocks, Graph, Node, Ref
 from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, conversion_steps
+from ..ops.attention import is_attention
 from ..plan import Recompute
 from ..stage.kind_model import GATHERED_BLOCKS
 from ..stage.outline import is_own_parameter
 from ..stage.structure import Structure
-from ..variants.slice_costs import carried_bytes, is_attention
+from ..variants.slice_costs import carried_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from ..graph.graph import Graph, Node
 from ..graph.layout import AxisStrategy, Mesh
 from ..graph.positions import Strategies
 from ..ops import Rules
-from ..requests.features import ATTENTION
+from ..ops.attention import is_attention
 from ..requests.request import Forced, Request, divisors, folded_axes
 from .heterogeneous import run_sizes
 
@@ -72,7 +72,7 @@ def longest_attention(graph: Graph) -> int:
 
 
 def _positions(node: Node, graph: Graph) -> int:
-    if node.kind != "op" or not node.op.startswith(ATTENTION):
+    if not is_attention(node):
         return 0
     return min(graph.spec(ref).shape[-2] for ref in node.inputs[:2])
 

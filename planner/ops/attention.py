@@ -42,6 +42,9 @@ from .spec import Product, Products, by, statistic_bytes
 BALANCED_ATTENTION = "autoparallel.balanced_attention.default"
 """Op of causal attention on two runs of query positions (``passes.ops.lower_right``)."""
 
+LEAST_CHUNK = 128
+"""Positions of a chunk of attention with a window at the least: a tile of GPU kernels."""
+
 _BACKWARD = 2.5
 
 
@@ -56,6 +59,23 @@ def is_grouped(node: Node) -> bool:
     """Return whether a node is attention in which a head of keys and values may be read by a group
     of heads of queries."""
     return bool(node.kwargs.get("enable_gqa", False))
+
+
+def is_attention(node: Node) -> bool:
+    """Return whether a node is fused attention, with a window or without."""
+    return node.kind == "op" and packet(node.op) == ATTENTION.name
+
+
+def window_of(node: Node) -> int:
+    """Return the number of keys that a query sees at most; 0 without a window."""
+    return int(node.kwargs.get("window", 0))
+
+
+def _keys_seen(node: Node, inputs: Specs) -> int:
+    """Return the number of keys that each query is multiplied with: all of them, or with a window
+    those of two chunks (``passes.ops.windowed``)."""
+    window, length = window_of(node), inputs[1].shape[-2]
+    return min(2 * max(window, LEAST_CHUNK), length) if window else length
 
 
 def _copied_heads_bytes(node: Node, inputs: Specs) -> int:
@@ -85,8 +105,9 @@ def grouped_strategies(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
 def is_lower_right(node: Node, query: TensorSpec) -> bool:
     """Return whether an attention is causal and its queries are a part of the positions only."""
     return (
-        packet(node.op) == ATTENTION.name
+        is_attention(node)
         and bool(argument(node, 5, "is_causal", False))
+        and not window_of(node)
         and query.shape[-2] != node.spec.shape[-2]
     )
 
@@ -98,8 +119,7 @@ def writes_scores(node: Node, inputs: Specs) -> bool:
     It then keeps its own copies of queries, keys and values, and the softmax's result, in float32
     at least (``_scaled_dot_product_attention_math``, ATen/native/transformers/attention.cpp).
     """
-    is_attention = packet(node.op) == ATTENTION.name
-    return is_attention and len(inputs) > 3 and inputs[3].requires_grad
+    return is_attention(node) and len(inputs) > 3 and inputs[3].requires_grad
 
 
 def num_scores(inputs: Specs) -> int:
@@ -113,7 +133,18 @@ def _kept_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     if writes_scores(node, inputs):
         factors = sum(spec.numel for spec in inputs[:3])
         return (factors + num_scores(inputs)) * statistic
-    return _copied_heads_bytes(node, inputs) + prod(outputs[0].shape[:-1]) * statistic
+    copied = _copied_heads_bytes(node, inputs)
+    if window_of(node) and _keys_seen(node, inputs) < inputs[1].shape[-2]:
+        copied = _chunk_bytes(inputs, outputs)
+    return copied + prod(outputs[0].shape[:-1]) * statistic
+
+
+def _chunk_bytes(inputs: Specs, outputs: Specs) -> int:
+    """Return the bytes of the chunks of queries, keys, values and results that attention with a
+    window makes: keys and values twice, with a head for each head of queries."""
+    query, key, value = inputs[:3]
+    twice = 2 * (key.num_bytes + value.num_bytes) * query.shape[-3] // key.shape[-3]
+    return query.num_bytes + twice + outputs[0].num_bytes
 
 
 def _balanced_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
@@ -129,6 +160,10 @@ def _products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
     own: tuple[Product, ...] = (
         (prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]),
     )
+    seen = _keys_seen(node, inputs)
+    if seen < key.shape[-2]:
+        chunks = max(1, 2 * query.shape[-2] // seen)
+        own = ((prod(query.shape[:-2]) * chunks, seen // 2, seen, query.shape[-1]),)
     if packet(node.op) != ATTENTION.name:
         own = _halves(node, query)
     return own, own if wanted else ()
@@ -142,8 +177,8 @@ def _halves(node: Node, query: TensorSpec) -> tuple[Product, ...]:
 
 def _flops(node: Node, inputs: Specs, outputs: Specs, wanted: Sequence[int]) -> tuple[int, int]:
     query, key = inputs[:2]
-    pairs = prod(query.shape[:-1]) * key.shape[-2]
-    is_causal = bool(argument(node, 5, "is_causal", False))
+    pairs = prod(query.shape[:-1]) * _keys_seen(node, inputs)
+    is_causal = bool(argument(node, 5, "is_causal", False)) and not window_of(node)
     if is_causal and query.shape[-2] == key.shape[-2]:
         pairs //= 2
     elif is_lower_right(node, query):  # the rank with the last positions: all others wait
@@ -211,10 +246,9 @@ def balanced_strategies(
     There is no such variant unless a sequence attends to itself, with two or more positions per
     rank.
     """
-    is_attention = packet(case.node.op) == ATTENTION.name
-    if not is_attention or axis_size == 1 or len(case.inputs) != 3:
+    if not is_attention(case.node) or axis_size == 1 or len(case.inputs) != 3:
         return ()
-    if not case.argument(5, "is_causal", False):
+    if not case.argument(5, "is_causal", False) or window_of(case.node):
         return ()
     (query, key, _), out, dim = case.inputs, case.outputs[0], case.rank - 2
     num_rows = query.shape[dim] // axis_size // 2

@@ -15,9 +15,8 @@ from ..errors import UsageError
 from ..graph.graph import Graph, Node, Ref
 from ..graph.layout import AxisStrategy, Mesh, shard
 from ..graph.positions import Dims
+from ..ops.attention import is_attention
 from ..plan import Recompute
-
-ATTENTION = "aten.scaled_dot_product_attention"
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -149,7 +148,7 @@ def allowed(
     """Return an op's sharding strategies on one mesh axis that use no denied feature; all
     strategies if none remains. ``dims`` returns the tensor dimensions that are sequence
     positions."""
-    own = "cp" if node.op.startswith(ATTENTION) else "sp"
+    own = "cp" if is_attention(node) else "sp"
     found = strategies
     if not features.allows("dp") and graph.batch_dims:
         found = tuple(each for each in found if not _splits_rows(node, graph, each))

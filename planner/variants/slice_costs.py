@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..dims.sequence_places import ATTENTION, SeqDims, find_places
+from ..dims.sequence_places import SeqDims, find_places
 from ..errors import UsageError
 from ..graph.graph import Blocks, Graph, Node
 from ..graph.layout import divides
+from ..ops.attention import is_attention
 from ..plan import Plan
 from ..schedules.orders import slice_lengths
 from ..stage.stage_cost import StageCost
@@ -131,11 +132,6 @@ def undivided_axis(part: SequenceSlice) -> str | None:
                         and not divides(spec.shape, layout[: at + 1], shape[: at + 1])
                     )
     return None
-
-
-def is_attention(node: Node) -> bool:
-    """Return whether a node is a fused attention op, whose keys and values later slices read."""
-    return node.op.startswith(f"{ATTENTION}.")
 
 
 def carried_bytes(

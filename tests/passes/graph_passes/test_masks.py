@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.passes.graph_passes.masks import SDPA
+from autoparallel.passes.graph_passes.masks import SDPA, WINDOWED
 from autoparallel.passes.initialization.deferred_init import record_build
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run
@@ -30,7 +30,7 @@ class Attention(nn.Module):
 def attention(make_mask, rows: int = 2) -> tuple[Node, object]:
     model = record_build(lambda: Attention(make_mask)).model
     program = capture(model, (torch.randn(rows, 2, 6, 4),))
-    return next(node for node in program.graph if node.op == SDPA), program
+    return next(node for node in program.graph if node.op in (SDPA, WINDOWED)), program
 
 
 def causal_bool(rows: int, seq: int) -> Tensor:
@@ -67,8 +67,23 @@ def test_a_mask_that_hides_nothing_is_dropped(make_mask):
     assert node.args[3:] == (None, 0.0, False)
 
 
-def sliding(rows: int, seq: int) -> Tensor:
-    return causal_bool(rows, seq) & torch.ones(seq, seq, dtype=torch.bool).triu(-2)
+def sliding(rows: int, seq: int, before: int = 3) -> Tensor:
+    return causal_bool(rows, seq) & torch.ones(seq, seq, dtype=torch.bool).triu(-before)
+
+
+def narrow(rows: int, seq: int) -> Tensor:
+    return sliding(rows, seq, 2)
+
+
+def added(rows: int, seq: int) -> Tensor:
+    return torch.where(narrow(rows, seq), 0.0, float("-inf"))
+
+
+@pytest.mark.parametrize("make_mask", [narrow, added])
+def test_a_mask_that_lets_see_half_of_the_positions_becomes_a_window(make_mask):
+    node, program = attention(make_mask)
+    assert (node.args[3:], node.kwargs["window"]) == ((None, 0.0, True), 3)
+    assert not [n for n in program.graph if n.kind == "constant"]
 
 
 def test_another_mask_stays_as_one_row_that_all_sequences_share():
@@ -104,7 +119,7 @@ def test_masks_of_a_hugging_face_llama_become_the_causal_flag():
 
 def test_a_model_with_simplified_masks_computes_what_it_did():
     x = torch.randn(2, 2, 6, 4, dtype=torch.float64)
-    for make_mask in (causal_bool, causal_added(float("-inf")), sliding):
+    for make_mask in (causal_bool, causal_added(float("-inf")), sliding, narrow):
         model = Attention(make_mask).double()
         program = capture(model, (x,), dtype="float64")
         loss = run(program.graph, {"input_0": x, **dict(model.named_parameters())})

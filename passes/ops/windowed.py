@@ -1,0 +1,75 @@
+"""Causal attention in which a position sees a window of positions, in time that grows with it.
+
+``autoparallel::scaled_dot_product_attention`` is torch's op with one more argument, ``window``:
+query i sees the keys j with i - window < j <= i. The queries are the last of the keys' positions.
+They are attended in chunks as long as a window, each with the keys of two chunks, by torch's own
+kernels under a mask of one chunk; no mask of all positions is written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...planner.ops.attention import LEAST_CHUNK
+
+_NAME = "autoparallel::scaled_dot_product_attention"
+torch.library.define(
+    _NAME,
+    "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
+    "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, int window) -> Tensor",
+)
+
+
+def windowed_attention(  # noqa: PLR0913 - the arguments of torch's op
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = True,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: int,
+) -> Tensor:
+    """Compute causal attention of L queries (..., L, D), which are the last L of S positions, over
+    keys and values (..., S, E), each query over ``window`` keys. It takes no mask and no
+    dropout."""
+    if attn_mask is not None or dropout_p or not is_causal:
+        raise ValueError("attention with a window is causal, without a mask and without dropout")
+    if enable_gqa:  # the kernels that take masks read no groups on GPUs
+        count = query.shape[-3] // key.shape[-3]
+        key, value = (each.repeat_interleave(count, -3) for each in (key, value))
+    rows, before = query.shape[-2], min(key.shape[-2] - query.shape[-2], window - 1)
+    start = key.shape[-2] - rows - before
+    key, value = (each.narrow(-2, start, rows + before) for each in (key, value))
+    size = max(window, LEAST_CHUNK)
+    first = rows if rows < 2 * size else size + rows % size
+    end = before + first
+    parts = [_banded(query[..., :first, :], key[..., :end, :], value[..., :end, :], window, scale)]
+    if first < rows:
+        folded = [_chunks(query[..., first:, :], size, size)]
+        folded += [_chunks(each[..., end - size :, :], 2 * size, size) for each in (key, value)]
+        found = _banded(folded[0], folded[1], folded[2], window, scale)
+        shape = (query.shape[0], -1, *found.shape[1:])
+        parts.append(found.view(shape).transpose(1, 2).flatten(2, 3))
+    return torch.cat(parts, -2)
+
+
+torch.library.impl(_NAME, "CompositeImplicitAutograd", windowed_attention)
+
+
+def _chunks(rows: Tensor, length: int, step: int) -> Tensor:
+    """Return (batch · chunks, heads, length, size): the chunks of ``length`` positions that begin
+    every ``step`` positions of (batch, heads, positions, size)."""
+    return rows.unfold(-2, length, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+
+def _banded(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None) -> Tensor:
+    rows, columns = query.shape[-2], key.shape[-2]
+    every = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
+    last = columns - rows
+    seen = every.tril(last).triu(last - window + 1)
+    return functional.scaled_dot_product_attention(query, key, value, seen, scale=scale)
