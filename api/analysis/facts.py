@@ -123,12 +123,13 @@ def configuration_text(plan: Plan) -> str:
 
 
 def microbatches_text(count: int, size: int, rank_rows: int) -> str:
-    """Describe micro-batches by count and size, with the samples of each rank if they are fewer.
+    """Describe micro-batches by count and size, with the samples of each rank if they are fewer,
+    but not none: then ranks have parts of samples.
 
     >>> microbatches_text(1, 32, 32), microbatches_text(16, 4, 1)
     ('1 micro-batch of 32', '16 micro-batches of 4 (1 a rank)')
     """
-    of_rank = f" ({rank_rows} a rank)" if rank_rows != size else ""
+    of_rank = f" ({rank_rows} a rank)" if rank_rows not in (0, size) else ""
     return f"{count} micro-batch{'es' if count > 1 else ''} of {size}{of_rank}"
 
 
