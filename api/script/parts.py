@@ -22,6 +22,7 @@ MODULES = (
     "autoparallel.passes.ops.random_ops",
     "autoparallel.runtime.script_parts.ops",
     "autoparallel.passes.ops.lower_right",
+    "autoparallel.passes.ops.windowed",
     "autoparallel.passes.ops.local_loss",
     "autoparallel.passes.ops.batch_norm",
     "autoparallel.passes.ops.collectives",

@@ -219,7 +219,7 @@ def _attention(op: LocalOp) -> Call:
     axes = op.axes("query", dim) if op["is_causal"] else ()
     is_grouped = op["enable_gqa"] and op["attn_mask"] is None
     window = window_of(op.node)
-    if not (axes or is_grouped):
+    if not (axes or is_grouped or window):
         return op.call()
     options = {name: op[name] for name in ("dropout_p", "scale")}
     options |= {"axes": axes} if axes or window else {"is_causal": op["is_causal"]}

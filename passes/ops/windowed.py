@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...planner.ops.attention import LEAST_CHUNK
-
 _NAME = "autoparallel::scaled_dot_product_attention"
 torch.library.define(
     _NAME,
@@ -45,13 +43,14 @@ def windowed_attention(  # noqa: PLR0913 - the arguments of torch's op
     rows, before = query.shape[-2], min(key.shape[-2] - query.shape[-2], window - 1)
     start = key.shape[-2] - rows - before
     key, value = (each.narrow(-2, start, rows + before) for each in (key, value))
-    size = max(window, LEAST_CHUNK)
-    first = rows if rows < 2 * size else size + rows % size
+    first = rows if rows < 2 * window else window + rows % window
     end = before + first
     parts = [_banded(query[..., :first, :], key[..., :end, :], value[..., :end, :], window, scale)]
     if first < rows:
-        folded = [_chunks(query[..., first:, :], size, size)]
-        folded += [_chunks(each[..., end - size :, :], 2 * size, size) for each in (key, value)]
+        folded = [_chunks(query[..., first:, :], window, window)]
+        folded += [
+            _chunks(each[..., end - window :, :], 2 * window, window) for each in (key, value)
+        ]
         found = _banded(folded[0], folded[1], folded[2], window, scale)
         shape = (query.shape[0], -1, *found.shape[1:])
         parts.append(found.view(shape).transpose(1, 2).flatten(2, 3))

@@ -42,9 +42,6 @@ from .spec import Product, Products, by, statistic_bytes
 BALANCED_ATTENTION = "autoparallel.balanced_attention.default"
 """Op of causal attention on two runs of query positions (``passes.ops.lower_right``)."""
 
-LEAST_CHUNK = 128
-"""Positions of a chunk of attention with a window at the least: a tile of GPU kernels."""
-
 _BACKWARD = 2.5
 
 
@@ -75,7 +72,7 @@ def _keys_seen(node: Node, inputs: Specs) -> int:
     """Return the number of keys that each query is multiplied with: all of them, or with a window
     those of two chunks (``passes.ops.windowed``)."""
     window, length = window_of(node), inputs[1].shape[-2]
-    return min(2 * max(window, LEAST_CHUNK), length) if window else length
+    return min(2 * window, length) if window else length
 
 
 def _copied_heads_bytes(node: Node, inputs: Specs) -> int:

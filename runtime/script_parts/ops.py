@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...passes.ops.local_loss import _classes, _split_class_rows
 from ...passes.ops.random_ops import _UNIFORM_BITS, _shifted, random_bits, step_key
+from ...passes.ops.windowed import windowed_attention
 from .mesh import Mesh, all_gather, all_to_all, take_part
 from .stages import Draw
 
@@ -41,9 +42,15 @@ def activate(activation: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     return activation(rows)
 
 
-def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Compute causal attention of queries that end at position ``end`` - 1 of the keys."""
+def attend_upto(
+    end: int, query: Tensor, key: Tensor, value: Tensor, *, window: int = 0, **options: Any
+) -> Tensor:
+    """Compute causal attention of queries that end at position ``end`` - 1 of the keys, each over
+    ``window`` keys at the most if it is not 0."""
     rows = query.shape[-2]
+    if window:
+        key, value = (each.narrow(-2, 0, end) for each in (key, value))
+        return windowed_attention(query, key, value, window=window, **options)
     seen = torch.ones(rows, end, dtype=torch.bool, device=query.device).tril(end - rows)
     key, value = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
     return F.scaled_dot_product_attention(query, key, value, seen, **options)

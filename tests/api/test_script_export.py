@@ -184,6 +184,7 @@ def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parall
         ("tests/zoo/t5", "tp=2"),
         ("tests/zoo/gpt_oss", "tp=2"),
         ("tests/zoo/bert", "dp=2,microbatches=2"),
+        ("tests/zoo/exaone4", "dp=2,cp=2"),
     ],
 )
 def test_a_script_of_any_model_equals_one_device(tmp_path: Path, model: str, parallel: str) -> None:
