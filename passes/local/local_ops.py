@@ -221,7 +221,7 @@ def _attention(op: LocalOp) -> Call:
     window = window_of(op.node)
     if not (axes or is_grouped or window):
         return op.call()
-    options = {name: op[name] for name in ("dropout_p", "scale")}
+    options = {name: op[name] for name in (("scale",) if window else ("dropout_p", "scale"))}
     options |= {"axes": axes} if axes or window else {"is_causal": op["is_causal"]}
     options |= {"window": window} if window else {}
     function: Callable[..., Tensor] = split_causal_attention

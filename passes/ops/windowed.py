@@ -8,6 +8,8 @@ kernels under a mask of one chunk; no mask of all positions is written.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,23 +22,17 @@ torch.library.define(
 )
 
 
-def windowed_attention(  # noqa: PLR0913 - the arguments of torch's op
+def windowed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = True,
     *,
+    window: int,
     scale: float | None = None,
     enable_gqa: bool = False,
-    window: int,
 ) -> Tensor:
     """Compute causal attention of L queries (..., L, D), which are the last L of S positions, over
-    keys and values (..., S, E), each query over ``window`` keys. It takes no mask and no
-    dropout."""
-    if attn_mask is not None or dropout_p or not is_causal:
-        raise ValueError("attention with a window is causal, without a mask and without dropout")
+    keys and values (..., S, E), each query over ``window`` keys."""
     if enable_gqa:  # the kernels that take masks read no groups on GPUs
         count = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(count, -3) for each in (key, value))
@@ -57,7 +53,20 @@ def windowed_attention(  # noqa: PLR0913 - the arguments of torch's op
     return torch.cat(parts, -2)
 
 
-torch.library.impl(_NAME, "CompositeImplicitAutograd", windowed_attention)
+@torch.library.impl(_NAME, "CompositeImplicitAutograd")
+def _attention_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Compute ``windowed_attention``; it is causal, without a mask and without dropout."""
+    if attn_mask is not None or dropout_p or not is_causal:
+        raise ValueError("attention with a window is causal, without a mask and without dropout")
+    return windowed_attention(query, key, value, **options)
 
 
 def _chunks(rows: Tensor, length: int, step: int) -> Tensor:

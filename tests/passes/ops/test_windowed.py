@@ -61,4 +61,4 @@ def test_its_products_grow_with_the_window_and_not_with_the_keys() -> None:
 def test_it_takes_no_mask_and_no_dropout() -> None:
     given = inputs(8, 8, 1, 1)
     with pytest.raises(ValueError, match="without a mask"):
-        windowed_attention(*given, None, 0.1, window=2)
+        torch.ops.autoparallel.scaled_dot_product_attention(*given, None, 0.1, True, window=2)
