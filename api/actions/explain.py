@@ -8,6 +8,7 @@ from pathlib import Path
 from autoparallel.actions.terminal import stdout_console
 from autoparallel.analysis.compare import read_run
 from autoparallel.analysis.explain import explain as explained
+from autoparallel.analysis.lengths import price_lengths, read_lengths
 from autoparallel.analysis.measured_blocks import compute_errors
 from autoparallel.analysis.plan_model import load_plan_model
 from autoparallel.analysis.what_if import what_if as changed
@@ -19,7 +20,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import load_plan
 from autoparallel.report import explanation as pages
-from autoparallel.report.explanation import measured_json, print_measured
+from autoparallel.report.explanation import measured_json, print_lengths, print_measured
 
 
 def explain(
@@ -29,22 +30,25 @@ def explain(
     why_not: str | None,
     what_if: list[str] | None,
     measured: str | None,
+    lengths: str | None,
     database: str | None,
     time_limit: float,
     trust: bool,
     json: bool,
 ) -> None:
     """Print one of: the alternatives to a plan's choice ``name``; the plan with forced degrees
-    (``why_not``) or on a changed cluster (``what_if``); a run's metrics beside predictions."""
-    asked = [bool(name), why_not is not None, bool(what_if), measured is not None]
-    if sum(asked) != 1:
+    (``why_not``) or on a changed cluster (``what_if``); a run's metrics beside predictions; steps
+    whose sequences have ``lengths``, the path of a file."""
+    given = (name or None, why_not, what_if or None, measured, lengths)
+    if sum(each is not None for each in given) != 1:
         raise UsageError(
             "AP360",
-            "explain needs one of NAME, --why-not, --what-if and --measured",
+            "explain needs one of NAME, --why-not, --what-if, --measured and --lengths",
             fix="for example: autoparallel explain plan.json zero",
         )
 
     loaded = load_plan(plan)
+    corpus = [] if lengths is None else read_lengths(Path(lengths))
     if measured is not None:
         _measured(loaded, plan, measured, database, trust=trust, json=json)
         return
@@ -57,6 +61,12 @@ def explain(
                 say_json("explain", pages.why_not_json(loaded, other, why_not))
             else:
                 pages.print_why_not(loaded, other, why_not, stdout_console())
+        elif corpus:
+            steps = price_lengths(model, corpus)
+            if json:
+                say_json("explain", asdict(steps))
+            else:
+                print_lengths(steps, loaded, stdout_console())
         elif what_if:
             found = changed(model, what_if, time_limit, cache.values)
             if json:

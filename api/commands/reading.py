@@ -82,6 +82,14 @@ def explain(
         str | None,
         typer.Option("--measured", metavar="FILE", help="a file of run --metrics to compare with"),
     ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            "--lengths",
+            metavar="FILE",
+            help="lengths of sequences, one on each line: the price of padding, and of buckets",
+        ),
+    ] = None,
     database: DatabaseOption = None,
     time_limit: Annotated[
         float, typer.Option("--time-limit", min=0.1, help="seconds for planning again")

@@ -12,10 +12,11 @@ from rich.text import Text
 
 from autoparallel.analysis.compare import Item, MeasuredRun
 from autoparallel.analysis.facts import bytes_of
+from autoparallel.analysis.lengths import LengthPrices
 from autoparallel.analysis.measured_blocks import ComputeError
 from autoparallel.analysis.plan_model import Explanation
 from autoparallel.analysis.what_if import Changed, terms
-from autoparallel.options.words import bytes_text, percent_text, seconds_text
+from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
 from autoparallel.planner.variants.replicas import stages_of_ranks
@@ -62,6 +63,46 @@ def print_explanation(found: Explanation, console: Console) -> None:
     console.print(table)
     for note in found.notes:
         console.print(Text(f"\n{note}", style="dim"))
+
+
+def print_lengths(found: LengthPrices, plan: Plan, console: Console) -> None:
+    """Print the steps of sequences of several lengths as a table, by number of buckets."""
+    each = f"{plan.model.global_batch} a step"
+    console.print(Text("Sequences of several lengths", style="bold"))
+    console.print(
+        Text(
+            f"{found.number:,} sequences, mean {found.mean:,.0f} positions, longest "
+            f"{found.largest:,}, {each} drawn at random",
+            style="dim",
+        )
+    )
+    console.print()
+    table = plain_table(
+        ("buckets", "left"),
+        ("mean step", "right"),
+        ("", "right"),
+        ("tokens/s", "right"),
+        ("padding", "right"),
+    )
+    whole = found.options[0]
+    for one in found.options:
+        *shorter, planned = one.buckets
+        name = " · ".join(f"{bucket:,}" for bucket in (*shorter, planned))
+        ratio = one.step_seconds / whole.step_seconds - 1
+        table.add_row(
+            name if shorter else f"{planned:,}, as planned",
+            seconds_text(one.step_seconds),
+            change_text(ratio) if shorter else "",
+            count_text(one.tokens_per_second),
+            percent_text(one.padding),
+        )
+    console.print(table)
+    buckets = found.best.buckets[:-1]
+    if buckets:
+        text = ", ".join(map(str, buckets)) + ("," if len(buckets) == 1 else "")
+        console.print(Text(f"\nin a script: Step(model, buckets=({text}))"))
+    else:
+        console.print(Text("\nbuckets gain less than 1 %"))
 
 
 def print_why_not(plan: Plan, forced: Plan, parallel: str, console: Console) -> None:

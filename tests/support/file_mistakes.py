@@ -227,6 +227,14 @@ PLANS = (
         "another place by (--output)",
         "launch hosts.json --slurm {0} files",
     ),
+    Case(
+        "AP379",
+        "explain llama.json --trust --lengths lengths.txt",
+        "the number of positions of one sequence on each line",
+        "explain llama.json --trust --lengths lengths.txt",
+        files={"lengths.txt": "many\n"},
+        mended={"lengths.txt": "16\n3\n"},
+    ),
     Case("AP380", "doctor --plan plan.json --cluster cpu:2", "give one", "doctor"),
     Case("AP361", "export plan.json -o out", "(--to) python", "export plan.json -o out {0} python"),
     Case(

@@ -1,0 +1,109 @@
+"""``autoparallel explain --lengths``: steps whose sequences have several lengths."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+import autoparallel
+from autoparallel.__main__ import run_command
+from autoparallel.analysis.lengths import _Steps, price_lengths, read_lengths
+from autoparallel.analysis.plan_model import PlanModel, load_plan_model
+from autoparallel.planner.errors import PlanError, UsageError
+
+SETTING = {"cluster": "cpu:2", "global_batch": 8, "profile": "analytic"}
+FORCED = "dp=2,zero=1,microbatches=1,recompute=none"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 512,
+}
+LENGTHS = [40] * 90 + [200] * 8 + [500] * 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lengths")
+    (path / "lengths.txt").write_text("# a corpus\n\n" + "\n".join(map(str, LENGTHS)))
+    (path / "config.json").write_text(json.dumps(LLAMA))
+    for seq in (512, 256):
+        found = autoparallel.plan(f"hf:{path}", seq=seq, parallel=FORCED, **SETTING)
+        autoparallel.save_plan(found, path / f"{seq}.json")
+    return path
+
+
+def model_of(path: Path) -> PlanModel:
+    return load_plan_model(autoparallel.load_plan(path), str(path), trust=True)
+
+
+def test_shares_of_steps_are_those_of_drawn_samples() -> None:
+    steps, drawn = _Steps(sorted(LENGTHS), 8), random.Random(0)
+    longest = [max(drawn.choices(LENGTHS, k=8)) for _ in range(20_000)]
+    for length in (40, 200, 499, 500):
+        found = sum(each <= length for each in longest) / len(longest)
+        assert steps.share_upto(length) == pytest.approx(found, abs=0.02)
+    assert set(steps.candidates(512)) == {64, 256}
+
+
+def test_a_bucket_takes_as_long_as_a_plan_of_its_length(folder: Path) -> None:
+    """Samples alone are split in both; a bucket has an op or two that cut buffers."""
+    found = price_lengths(model_of(folder / "512.json"), LENGTHS)
+    own = autoparallel.load_plan(folder / "256.json").prediction.step_seconds
+    whole = autoparallel.load_plan(folder / "512.json").prediction.step_seconds
+    two = found.options[2]
+    assert two.buckets == (64, 256, 512)
+    assert two.seconds[1:] == (pytest.approx(own, rel=1e-3), whole)
+    mean = sum(share * each for share, each in zip(two.shares, two.seconds, strict=True))
+    assert two.step_seconds == pytest.approx(mean)
+    assert sum(two.shares) == pytest.approx(1)
+    assert [each.step_seconds for each in found.options] == sorted(
+        (each.step_seconds for each in found.options), reverse=True
+    )
+    assert found.options[0].padding == pytest.approx(1 - 62 / 512)
+    assert found.options[0].tokens_per_second == pytest.approx(8 * 62 / whole)
+
+
+def test_the_page_says_the_buckets_of_a_script(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["explain", str(folder / "512.json"), "--trust", "--lengths"]
+    assert run_command([*arguments, str(folder / "lengths.txt")]) == 0
+    page = capsys.readouterr().out
+    assert "Step(model, buckets=(64, 256))" in page
+    assert max(map(len, page.splitlines())) <= 80
+    assert run_command([*arguments, str(folder / "lengths.txt"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["result"]
+    assert found["number"] == len(LENGTHS)
+    assert [len(each["buckets"]) for each in found["options"]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("12\nx\n", "line 2 is 'x'"), ("0\n", "line 1 is '0'"), ("# none\n", "no line with a number")],
+)
+def test_a_file_without_lengths_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="AP379") as found:
+        read_lengths(path)
+    assert why in found.value.why
+
+
+def test_sequences_longer_than_planned_and_models_that_cannot_be_padded_are_refused(
+    folder: Path,
+) -> None:
+    with pytest.raises(UsageError, match="1 of 2 sequences are longer than the plan's 256"):
+        price_lengths(model_of(folder / "256.json"), [10, 300])
+    bidirectional = autoparallel.plan("hf:tests/zoo/bert", seq=32, parallel=FORCED, **SETTING)
+    autoparallel.save_plan(bidirectional, folder / "both.json")
+    with pytest.raises(PlanError, match="AP560"):
+        price_lengths(model_of(folder / "both.json"), [16])
