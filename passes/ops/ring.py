@@ -135,7 +135,7 @@ class Ring:
             own = (query[..., seen.first :, :], *_cut(moved, key, value, seen.end))
             part = attend(*own, is_causal=seen.is_causal, scale=self.scale)
             if step == 0:
-                found = Attended(part.out.to(wide), part.statistic)
+                found = Attended(part.out.to(wide, copy=True), part.statistic.clone())
             else:
                 merge(found, part, seen.first)
             moved = moved if running is None else running.wait()

@@ -190,6 +190,21 @@ def test_a_script_of_any_model_equals_one_device(tmp_path: Path, model: str, par
     check_script(tmp_path, model, parallel)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ("gpt-short", "cp=2,zero=3,recompute=selective"),
+        ("gpt-short", "cp=4,recompute=full"),
+        ("tests/models/llama", "cp=2,tp=2"),
+    ],
+)
+def test_a_script_with_ring_attention_equals_one_device(
+    tmp_path: Path, model: str, parallel: str
+) -> None:
+    assert "ring_attention(" in check_script(tmp_path, model, parallel, allow=("ring",))
+
+
 @pytest.mark.parametrize("parallel", ["tp=2", "dp=2,zero=2,microbatches=2", slow("dp=2")])
 def test_batches_are_accumulated_and_gradients_clipped_as_on_one_device(
     tmp_path: Path, parallel: str
