@@ -77,6 +77,7 @@ RING_FEW = (
     ("gpt", "cp=2"),
     ("llama", "cp=2,microbatches=2,recompute=selective"),
     ("llama", "cp=2,recompute=full"),
+    ("unmasked", "cp=2,recompute=selective"),
 )
 RING_FOUR_FEW = (("gpt", "cp=4"), ("llama", "cp=2,tp=2,recompute=selective"))
 RING_FOUR = (
@@ -86,6 +87,7 @@ RING_FOUR = (
     ("llama", "cp=2,pp=2,microbatches=4,recompute=selective"),
     ("deepseek_v3", "cp=4"),
 )
+DROPPED_FEW = (("dropout", "cp=2"),)
 HEADS_FEW = (("gpt", "cp=2"), ("llama", "cp=2,microbatches=2,recompute=selective"))
 EIGHT = (
     ("llama", "dp=2,cp=2,tp=2"),
@@ -224,6 +226,14 @@ def test_a_ring_of_four_ranks_or_beside_split_heads_equals_one_device(case: Case
 @pytest.mark.parametrize("case", RING_FOUR, ids=" ".join)
 def test_ring_attention_on_four_ranks_equals_one_device(case: Case) -> None:
     check_verified(results(4, RING_FOUR, by_ring, ("ring",))[case])
+
+
+@pytest.mark.parametrize("case", DROPPED_FEW, ids=" ".join)
+def test_attention_with_dropout_gathers_keys_and_values(case: Case) -> None:
+    """Attention with dropout, which is made of other ops."""
+    plan = planned(*case, allow=("ring",))
+    assert not any(ring_axes(layout) for layout in plan.stages[0].layouts.values())
+    check_verified(results(2, DROPPED_FEW, allow=("ring",))[case])
 
 
 @pytest.mark.parametrize("case", HEADS_FEW, ids=" ".join)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 aten = torch.ops.aten
@@ -81,7 +82,7 @@ def attend_backward(
     if kernel == "flash":
         backward = aten._scaled_dot_product_flash_attention_backward.default
         lengths = query.shape[-2], key.shape[-2]
-        none = torch.empty(0, dtype=torch.uint64, device=query.device)
+        none = torch.zeros(2, dtype=torch.uint64, device=query.device)
         return tuple(  # type: ignore[return-value]
             backward(
                 gradient,
@@ -126,7 +127,8 @@ def _kernel_of(query: Tensor, key: Tensor, value: Tensor) -> str:
     is_alike = size == value.shape[-1]
     if not query.is_cuda:
         return "cpu" if is_alike else "written"
-    is_recent = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    is_fake = isinstance(query, FakeTensor)  # there may be no GPU
+    is_recent = is_fake or torch.cuda.get_device_capability(query.device) >= (8, 0)
     if is_recent and is_half and is_alike and size % 8 == 0 and size <= 256:
         return "flash"
     is_aligned = not (size | value.shape[-1]) % (8 if is_half else 4)
