@@ -108,7 +108,7 @@ ring:
 	mkdir -p build
 	$(PYTHON) -m autoparallel plan examples/gpt.py --cluster cpu:8 --profile analytic $(LONG) \
 	  --set vocab=32 --global-batch 1 --parallel cp=8 --allow ring -o build/ring.json
-	$(PYTHON) -m autoparallel verify build/ring.json
+	$(PYTHON) -m autoparallel verify build/ring.json --timeout 7200
 
 # On a machine with GPUs: the tests that need one, verified plans, profiles and training steps,
 # into build/gpu.json. PARTS=step,verify runs some of them.

@@ -5,8 +5,8 @@ queries to the keys of all ranks. ``planner.ops.attention`` has the algorithm an
 
 In a step a rank attends to the part of one rank, while it sends this part to the next rank along
 the mesh axis. A kernel returns results o and, for each query, the logarithm s of the sum of the
-exponentials of its scores. Of two parts, s = log(exp s1 + exp s2) and o = exp(s1 - s) o1 +
-exp(s2 - s) o2, in float32 at least. With s of all keys, the backward of a part needs nothing of the
+exponentials of its scores. Of two parts, s = log(exp s1 + exp s2) and o = o1 + w (o2 - o1) with
+w = sigmoid(s2 - s1), in float32 at least. With s of all keys, the backward of a part needs nothing of the
 others: its scores are exp(x - s).
 
 With causality, rank r of n has chunks 2r and 2n - 1 - 2r of 2n (``swapped``), the earlier one
@@ -189,10 +189,9 @@ def merge(whole: Attended, part: Attended, first: int) -> None:
     """Merge the results of a part of the keys, for the queries from number ``first`` on, into
     ``whole``, whose results are in the dtype of statistics."""
     out, statistic = whole.out[..., first:, :], whole.statistic[..., first:]
-    both = torch.logaddexp(statistic, part.statistic)
-    out *= (statistic - both).exp_().unsqueeze(-1)
-    out += part.out * (part.statistic - both).exp_().unsqueeze(-1)
-    statistic.copy_(both)
+    share = torch.sigmoid(part.statistic - statistic).unsqueeze(-1)
+    out.lerp_(part.out.to(out.dtype), share)
+    statistic.copy_(torch.logaddexp(statistic, part.statistic))
 
 
 class RingAttention(torch.autograd.Function):

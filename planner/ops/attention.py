@@ -261,7 +261,7 @@ def ring_traffic(node: Node, inputs: Specs, outputs: Specs) -> tuple[int, int]:
     wide, later = statistic_bytes(outputs), num_steps(node) - 1
     merged, summed = (spec.numel * wide for spec in (outputs[0], inputs[0]))
     swaps = 3 * (query + key + value + out) if node.op == BALANCED_RING else 0
-    forward = 2 * (key + value) + later * (out + 2 * merged) + merged + out
+    forward = 2 * (key + value) + later * (out + 4 * merged) + 2 * (merged + out)
     backward = later * (query + 2 * summed + 3 * (key + value)) + summed + query
     return swaps + forward, swaps + backward + 2 * (key + value)
 
@@ -299,9 +299,9 @@ RING_RECORD = replace(
     flops=_ring_flops,
     products=_ring_products,
     reads="steps",
-    # Of each step: one of attention, one to send, eight to merge; in the backward one of attention,
+    # Of each step: one of attention, one to send, six to merge; in the backward one of attention,
     # four to send, four to add up gradients.
-    kernels=(10, 9),
+    kernels=(8, 9),
     kept_bytes=_ring_bytes,
     is_costly=False,
     memory="new",
