@@ -78,12 +78,12 @@ def attend_backward(
     options: dict[str, Any] = {"scale": scale}
     if kernel == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        return tuple(backward(gradient, *inputs, *whole, 0.0, is_causal, **options))  # type: ignore[return-value]
+        return tuple(backward(gradient, *inputs, *whole, 0.0, is_causal, **options))
     if kernel == "flash":
         backward = aten._scaled_dot_product_flash_attention_backward.default
         lengths = query.shape[-2], key.shape[-2]
         none = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        return tuple(  # type: ignore[return-value]
+        return tuple(
             backward(
                 gradient,
                 *inputs,
@@ -117,7 +117,7 @@ def attend_backward(
     count = query.shape[-3] // key.shape[-3]
     of_query, *of_heads = found
     summed = (each.unflatten(-3, (-1, count)).sum(-3) if count > 1 else each for each in of_heads)
-    return of_query, *summed  # type: ignore[return-value]
+    return of_query, *summed
 
 
 def _kernel_of(query: Tensor, key: Tensor, value: Tensor) -> str:
@@ -170,4 +170,4 @@ def _written_backward(
     of_weights = given @ value.transpose(-2, -1) - (given * out).sum(-1, keepdim=True)
     of_scores = weights * of_weights * _factor(query, scale)
     found = of_scores @ key, of_scores.transpose(-2, -1) @ query, weights.transpose(-2, -1) @ given
-    return tuple(each.to(gradient.dtype) for each in found)  # type: ignore[return-value]
+    return tuple(each.to(gradient.dtype) for each in found)

@@ -67,7 +67,8 @@ def swapped(rank: Rank, axis: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     in the order of positions; one message sends the halves of all tensors."""
     halves = [split_in_half(each) for each in tensors]
     sent = torch.cat([second.flatten() for _, second in halves])
-    parts = swap(sent, (axis,), rank.communicator).split([each.numel() for _, each in halves])
+    received = swap(sent, (axis,), rank.communicator)
+    parts = torch.split(received, [each.numel() for _, each in halves])
     taken = [part.view(second.shape) for part, (_, second) in zip(parts, halves, strict=True)]
     order = 1 if _keeps_earlier(rank.communicator, axis) else -1
     pairs = zip(halves, taken, strict=True)
@@ -181,7 +182,7 @@ class Ring:
 def _cut(moved: Tensor, key: Tensor, value: Tensor, end: int) -> tuple[Tensor, Tensor]:
     """Return the keys and values, up to number ``end``, that a message of both has; ``key`` and
     ``value`` have their shapes."""
-    keys, values = moved.split([key.numel(), value.numel()])
+    keys, values = torch.split(moved, [key.numel(), value.numel()])
     return keys.view(key.shape)[..., :end, :], values.view(value.shape)[..., :end, :]
 
 
