@@ -169,5 +169,6 @@ def _written_backward(
     weights = (scores - whole.statistic.unsqueeze(-1)).exp_()
     of_weights = given @ value.transpose(-2, -1) - (given * out).sum(-1, keepdim=True)
     of_scores = weights * of_weights * _factor(query, scale)
-    found = of_scores @ key, of_scores.transpose(-2, -1) @ query, weights.transpose(-2, -1) @ given
-    return tuple(each.to(gradient.dtype) for each in found)
+    of_key, of_value = of_scores.transpose(-2, -1) @ query, weights.transpose(-2, -1) @ given
+    dtype = gradient.dtype
+    return (of_scores @ key).to(dtype), of_key.to(dtype), of_value.to(dtype)

@@ -6,8 +6,8 @@ queries to the keys of all ranks. ``planner.ops.attention`` has the algorithm an
 In a step a rank attends to the part of one rank, while it sends this part to the next rank along
 the mesh axis. A kernel returns results o and, for each query, the logarithm s of the sum of the
 exponentials of its scores. Of two parts, s = log(exp s1 + exp s2) and o = o1 + w (o2 - o1) with
-w = sigmoid(s2 - s1), in float32 at least. With s of all keys, the backward of a part needs nothing of the
-others: its scores are exp(x - s).
+w = sigmoid(s2 - s1), in float32 at least. With s of all keys, the backward of a part needs nothing
+of the others: its scores are exp(x - s).
 
 With causality, rank r of n has chunks 2r and 2n - 1 - 2r of 2n (``swapped``), the earlier one
 first. Of the ranks with an earlier first chunk, all queries see the first chunk and none the
