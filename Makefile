@@ -4,7 +4,8 @@ TYPES := build/types
 EVERYTHING := build/durations_of_all.txt
 
 .PHONY: check lint types test durations coverage structure slow everything nightly strict package \
-    versions zoo corpus grid faults mutations fuzz failures gpu regret soak references docs picture
+    versions zoo corpus grid faults mutations fuzz failures ring gpu regret soak references docs \
+    picture
 
 check: lint types test
 
@@ -98,6 +99,16 @@ fuzz:
 # network namespaces: root).
 failures:
 	$(PYTHON) -m pytest -n 0 -m slow tests/runtime/test_restarts.py tests/runtime/test_hosts.py
+
+# One layer of a long sequence by ring attention on eight ranks, compared with one device: 65,536
+# positions in three minutes on two cores, and 16 times as long for POSITIONS=262144.
+POSITIONS := 65536
+LONG = --seq $(POSITIONS) --set seq=$(POSITIONS) --set n_layer=1 --set d_model=16 --set n_head=1
+ring:
+	mkdir -p build
+	$(PYTHON) -m autoparallel plan examples/gpt.py --cluster cpu:8 --profile analytic $(LONG) \
+	  --set vocab=32 --global-batch 1 --parallel cp=8 --allow ring -o build/ring.json
+	$(PYTHON) -m autoparallel verify build/ring.json --timeout 7200
 
 # On a machine with GPUs: the tests that need one, verified plans, profiles and training steps,
 # into build/gpu.json. PARTS=step,verify runs some of them.

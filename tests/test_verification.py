@@ -65,7 +65,8 @@ def target(model: str) -> Target:
     """A small GPT (``gpt``, ``gpt-tied``), or Hugging Face Llama with grouped-query attention.
 
     With dropout: a GPT that has it everywhere (``dropout``), or everywhere but on attention's
-    weights (``dropped``), or one that sees later positions (``bidirectional``); Hugging Face GPT-2.
+    weights (``dropped``), or one that sees later positions (``bidirectional``), or both
+    (``unmasked``); Hugging Face GPT-2.
     A loss over a vocabulary (``loss:z`` and others of ``tests/models/vocabulary_losses.py``).
     Attention with a window (``window``): Mistral. A mixture with shared experts (``shared``):
     Qwen2-MoE; with two experts (``few``): Mixtral.
@@ -82,6 +83,9 @@ def target(model: str) -> Target:
         return load_target("tests/models/vocabulary_losses.py", {"loss": model[5:]})
     if model == "window":
         return load_target("hf:tests/zoo/mistral", {"sliding_window": 5})
+    if model == "unmasked":
+        settings = {"causal": False, "in_attention": False}
+        return load_target("tests/models/gpt_dropout.py", settings)
     if model == "few":
         return load_target("hf:tests/models/mixtral", {"num_local_experts": 2})
     if model == "shared":

@@ -21,6 +21,7 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.graph.layout import BALANCED, NodeLayout, balanced_axes, shard
+from autoparallel.planner.ops.attention import ring_axes
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
 from autoparallel.planner.requests.request import Forced, folded_axes
@@ -76,6 +77,22 @@ BALANCED_FOUR = (
     ("llama", "dp=2,cp=2,zero=3,microbatches=2"),
     ("llama", "cp=2,pp=2,microbatches=4,recompute=selective"),
 )
+RING_FEW = (
+    ("gpt", "cp=2"),
+    ("llama", "cp=2,microbatches=2,recompute=selective"),
+    ("llama", "cp=2,recompute=full"),
+    ("unmasked", "cp=2,recompute=selective"),
+)
+RING_FOUR_FEW = (("gpt", "cp=4"), ("llama", "cp=2,tp=2,recompute=selective"))
+RING_FOUR = (
+    ("llama", "cp=4,zero=3,microbatches=2"),
+    ("gpt", "cp=2,tp=2,microbatches=2,recompute=full"),
+    ("llama", "dp=2,cp=2,zero=3,microbatches=2"),
+    ("llama", "cp=2,pp=2,microbatches=4,recompute=selective"),
+    ("deepseek_v3", "cp=4"),
+)
+DROPPED_FEW = (("dropout", "cp=2"),)
+HEADS_FEW = (("gpt", "cp=2"), ("llama", "cp=2,microbatches=2,recompute=selective"))
 EIGHT = (
     ("llama", "dp=2,cp=2,tp=2"),
     ("mixtral", "dp=4,ep=2,tp=2,zero=1"),
@@ -109,8 +126,10 @@ def mesh_degrees(parallel: str) -> dict[str, int]:
 
 
 @cache
-def planned(model: str, parallel: str) -> Plan:
-    options = PlanOptions(global_batch=GLOBAL_BATCH, seq=SEQ, forced=forced_of(parallel))
+def planned(model: str, parallel: str, allow: tuple[str, ...] = ()) -> Plan:
+    options = PlanOptions(
+        global_batch=GLOBAL_BATCH, seq=SEQ, forced=forced_of(parallel), allow=allow
+    )
     asked = mesh_degrees(parallel)
     cluster = parse_cluster(f"cpu:{prod(asked.values())}")
     found = plan_program(captured(model, "fp32")[1], target(model), cluster, options)
@@ -145,10 +164,13 @@ Case = tuple[str, str]
 
 @cache
 def results(
-    num_ranks: int, cases: tuple[Case, ...], change: Callable[[Plan], Plan] = lambda plan: plan
+    num_ranks: int,
+    cases: tuple[Case, ...],
+    change: Callable[[Plan], Plan] = lambda plan: plan,
+    allow: tuple[str, ...] = (),
 ) -> dict[Case, Verification]:
     """Every case of that many ranks, run in one set of processes."""
-    plans = [(model, dumps(change(planned(model, parallel)))) for model, parallel in cases]
+    plans = [(model, dumps(change(planned(model, parallel, allow)))) for model, parallel in cases]
     found = run_processes(num_ranks, verify_all, plans, timeout_seconds=500)
     return dict(zip(cases, found[0], strict=True))
 
@@ -184,6 +206,48 @@ def test_balanced_attention_on_two_ranks_equals_one_device(case: Case) -> None:
 @pytest.mark.parametrize("case", BALANCED_FOUR, ids=" ".join)
 def test_balanced_attention_on_four_ranks_equals_one_device(case: Case) -> None:
     check_verified(results(4, BALANCED_FOUR, balanced)[case])
+
+
+def by_ring(plan: Plan) -> Plan:
+    """The plan, whose attention passes keys and values along "cp"."""
+    for stage in plan.stages:
+        cp = stage.mesh.axes.index("cp")
+        assert any(ring_axes(layout) == (cp,) for layout in stage.layouts.values())
+    return plan
+
+
+@pytest.mark.parametrize("case", RING_FEW, ids=" ".join)
+def test_ring_attention_on_two_ranks_equals_one_device(case: Case) -> None:
+    check_verified(results(2, RING_FEW, by_ring, ("ring",))[case])
+
+
+@pytest.mark.parametrize("case", RING_FOUR_FEW, ids=" ".join)
+def test_a_ring_of_four_ranks_or_beside_split_heads_equals_one_device(case: Case) -> None:
+    check_verified(results(4, RING_FOUR_FEW, by_ring, ("ring",))[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RING_FOUR, ids=" ".join)
+def test_ring_attention_on_four_ranks_equals_one_device(case: Case) -> None:
+    check_verified(results(4, RING_FOUR, by_ring, ("ring",))[case])
+
+
+@pytest.mark.parametrize("case", DROPPED_FEW, ids=" ".join)
+def test_attention_with_dropout_gathers_keys_and_values(case: Case) -> None:
+    """Attention with dropout, which is made of other ops."""
+    plan = planned(*case, allow=("ring",))
+    assert not any(ring_axes(layout) for layout in plan.stages[0].layouts.values())
+    check_verified(results(2, DROPPED_FEW, allow=("ring",))[case])
+
+
+@pytest.mark.parametrize("case", HEADS_FEW, ids=" ".join)
+def test_heads_split_between_split_positions_equal_one_device(case: Case) -> None:
+    """The all-to-all of the axis "cp" that brings queries, keys and values to heads."""
+    plan = planned(*case, allow=("ulysses",))
+    attention = plan.stages[0].layouts["scaled_dot_product_attention"]
+    cp = plan.stages[0].mesh.axes.index("cp")
+    assert {held[cp] for held in (*attention.inputs[:3], *attention.outputs)} == {shard(1)}
+    check_verified(results(2, HEADS_FEW, allow=("ulysses",))[case])
 
 
 @pytest.mark.slow

@@ -180,12 +180,13 @@ def verify(
     settings: list[str] | None,
     lora: str | None,
     json: bool,
+    timeout: float,
     trust: bool,
     hosts: HostOptions,
 ) -> None:
     """Compare two training steps of a plan (loss, gradients, weights) with steps of one device."""
     settings = with_lora(settings, lora)
-    start = Start(hosts=asked_hosts(hosts, source))
+    start = Start(timeout_seconds=timeout, hosts=asked_hosts(hosts, source))
     planned = partial(plan_path, source, cluster, options, settings=settings, trust=trust)
     with planned(quiet=True, is_here=start.hosts is None) as path:
         start_verification(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoparallel.analysis.plan_model import Alternative, Explanation, PlanModel
+from autoparallel.analysis.sharding import WAYS
 from autoparallel.options.words import held_text
 from autoparallel.planner.costs.choices import Restriction, held_layouts, node_strategies
 from autoparallel.planner.dims.batch import meeting, meeting_text
@@ -288,6 +289,7 @@ def explained_tensor(model: PlanModel, path: str, name: str) -> Explanation:
     alike = sum(template in (*kind.nodes, *kind.parameters) for kind in kinds)
     where = f"stage {index}, {mesh_text(stage.mesh)}"
     where += f", in {alike} blocks alike" if alike > 1 else ""
+    where += "".join(f"; {WAYS[label]}" for label in own.labels if label in WAYS)
     kind = "parameter" if node.kind == "parameter" else node.op.removeprefix("aten.")
     shape = " × ".join(map(str, node.spec.shape))
     subject = f"{path} ({kind}, {shape} {node.spec.dtype})"

@@ -6,16 +6,19 @@ each axis the number of ops split over it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autoparallel.options.words import held_text, seconds_text
 from autoparallel.planner.graph.layout import (
+    BALANCED,
+    OF_GROUPS,
+    RING,
     Layout,
     Mesh,
     NodeLayout,
-    balanced_axes,
     is_halved,
     sent_axes,
     split_axes,
@@ -192,14 +195,38 @@ def _axis_line(stage: StagePlan, axis: str) -> str:
     place, ops = stage.mesh.axes.index(axis), _ops(stage)
     num_split = sum(place in split_axes(node) for node in ops)
     num_sums = sum(_makes_sum(node, place) for node in ops)
-    is_balanced = any(place in balanced_axes(node) for node in ops)
     reason = f": {AXIS_REASONS[axis]}" if axis in AXIS_REASONS and num_split else ""
     sums = f"; {num_sums} op{'' if num_sums == 1 else 's'} with partial sums" if num_sums else ""
-    swaps = "; causal attention balanced by swapping queries" if is_balanced else ""
+    ways = "".join(f"; {WAYS[way]}" for way in attention_ways(stage, place) if way in WAYS)
     sends = _hidden_text(stage) if any(place in sent_axes(node) for node in ops) else ""
     states = f"; {ZERO_WORDS[stage.zero]}" if axis != "tp" and stage.zero else ""
     split = f"{axis}={stage.mesh.shape[place]} shards {num_split} of {len(ops)} ops"
-    return f"{split}{reason}{sums}{swaps}{sends}{states}"
+    return f"{split}{reason}{sums}{ways}{sends}{states}"
+
+
+WAYS = {
+    BALANCED: "causal attention balanced by swapping queries",
+    RING: "attention passes keys and values from rank to rank",
+    "heads": "attention splits heads after an all-to-all",
+    OF_GROUPS: "attention splits heads of queries after an all-to-all",
+}
+"""Ways of attention on an axis of positions that reports name."""
+
+
+def attention_ways(stage: StagePlan, axis: int) -> tuple[str, ...]:
+    """Return the ways in which a stage's attention is split over a mesh axis, the most frequent
+    first: the labels ``BALANCED``, ``RING`` or ``OF_GROUPS`` of its strategies; "q" if it gathers
+    keys and values without balancing; "heads" if "cp", whose other ops have positions, splits
+    heads."""
+    is_cp = stage.mesh.axes[axis] == "cp"
+    labels = Counter(
+        label
+        for name, node in stage.layouts.items()
+        if "scaled_dot_product_attention" in name and node.inputs and node.labels
+        if (label := node.labels[axis]) in (BALANCED, RING, "q") or is_cp
+    )
+    known = (BALANCED, RING, OF_GROUPS, "q")
+    return tuple(label if label in known else "heads" for label, _ in labels.most_common())
 
 
 def _hidden_text(stage: StagePlan) -> str:

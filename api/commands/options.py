@@ -58,6 +58,9 @@ LoraOption = Annotated[
         "layers, base=nf4 holds frozen weights in 4 bits",
     ),
 ]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", min=0.1, help="seconds without progress that end the run")
+]
 TrustOption = Annotated[
     bool,
     typer.Option(

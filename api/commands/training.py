@@ -17,6 +17,7 @@ from autoparallel.commands.options import (
     PlanOrTargetArgument,
     SetOption,
     SetupOption,
+    TimeoutOption,
     TrustOption,
     command,
 )
@@ -57,9 +58,7 @@ def run(
         str | None,
         typer.Option("--resume", metavar="DIR", help="start from a checkpoint, of any plan"),
     ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="seconds without progress that end the run")
-    ] = 600.0,
+    timeout: TimeoutOption = 600.0,
     training: RunOptions,
     trust: TrustOption = False,
     max_restarts: Annotated[
@@ -95,6 +94,7 @@ def verify(
     settings: SetOption = None,
     lora: LoraOption = None,
     json: JsonOption = False,
+    timeout: TimeoutOption = 600.0,
     trust: TrustOption = False,
     hosts: HostOptions,
 ) -> None:

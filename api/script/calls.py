@@ -29,7 +29,7 @@ from autoparallel.script.expressions import (
 from autoparallel.script.parts import can_copy
 from autoparallel.script.writer import MOVES, Writer, unwritable
 
-NAMED_AXES = ("axes", "balanced", "gathered", "row_axes", "sent")
+NAMED_AXES = ("axes", "balanced", "gathered", "ring", "row_axes", "sent")
 """Arguments of this package's functions that are mesh axes."""
 
 FORMS: Mapping[str, Any] = {"slices": Slices, "sending": Sending}

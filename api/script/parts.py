@@ -26,6 +26,8 @@ MODULES = (
     "autoparallel.passes.ops.local_loss",
     "autoparallel.passes.ops.batch_norm",
     "autoparallel.passes.ops.collectives",
+    "autoparallel.passes.ops.attention_parts",
+    "autoparallel.passes.ops.ring",
     "autoparallel.passes.ops.experts",
     "autoparallel.passes.local.local_indexing",
     "autoparallel.passes.local.local_functions",

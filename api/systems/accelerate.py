@@ -34,6 +34,8 @@ LIMITS = {
     **WITHOUT_PIPELINE,
     "sp": "norms on whole sequences",
     "ep": "data parallelism: every rank gathers all experts",
+    "ring": "keys and values gathered",
+    "ulysses": "keys and values gathered",
     "selective": "recomputation of whole layers",
     "mixed-recompute": "recomputation of all layers",
     "weight-layouts": "whole weights, or split as the model's class says (tp_plan)",

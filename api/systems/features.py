@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autoparallel.analysis.sharding import attention_ways
+from autoparallel.planner.graph.layout import OF_GROUPS, RING
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.schedules.catalogue import SCHEDULES
 from autoparallel.planner.summary import SCHEDULE_TITLES, mesh_text, servers_text
@@ -20,6 +22,8 @@ FEATURES = {
     "tp": "tensor parallelism",
     "sp": "sequence parallelism: norms split by positions within tp",
     "cp": "context parallelism",
+    "ring": "ring attention",
+    "ulysses": "attention by heads on ranks of context parallelism",
     "ep": "expert parallelism",
     "pp": "pipeline parallelism",
     **{
@@ -120,12 +124,22 @@ def _parallelism(plan: Plan) -> Iterator[Feature]:
     for name, what in (("tp", "tensor"), ("cp", "context"), ("ep", "expert")):
         if (most := max(getattr(roles, name) for roles in every)) > 1:
             yield Feature(name, f"{what} parallelism, {name}={most}")
+    for name, labels in (("ring", (RING,)), ("ulysses", ("heads", OF_GROUPS))):
+        if set(labels) & set(context_ways(plan)):
+            yield Feature(name, FEATURES[name])
     if any(roles.splits_norms for roles in every):
         yield Feature("sp", FEATURES["sp"])
     if plan.servers is not None:
         yield Feature("servers", servers_text(plan.servers))
     if shares := next((stage.shares for stage in plan.stages if stage.shares), ()):
         yield Feature("uneven-shares", f"unequal shares of a micro-batch: {rows_text(shares)} rows")
+
+
+def context_ways(plan: Plan) -> tuple[str, ...]:
+    """Return the ways of attention of a plan's stages on their axis "cp", as ``attention_ways``."""
+    stages = [stage for stage in plan.stages if "cp" in stage.mesh.axes]
+    found = [way for each in stages for way in attention_ways(each, each.mesh.axes.index("cp"))]
+    return tuple(dict.fromkeys(found))
 
 
 def _pipeline(plan: Plan) -> Iterator[Feature]:

@@ -12,6 +12,9 @@ from dataclasses import replace
 from itertools import groupby
 
 from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.graph.layout import OF_GROUPS, RING
+from autoparallel.planner.plan import Plan
+from autoparallel.systems.features import context_ways
 from autoparallel.systems.model_config import (
     Experts,
     LatentAttention,
@@ -63,13 +66,14 @@ def write(job: WriterInput) -> Files:
     own, notes = job.configuration, list[str]()
     if job.config is not None and job.config.kind == "gpt_oss" and own.tp > 1:
         own = with_whole_experts(own, job.config.experts)
-    lost = list(expert_differences(replace(job, configuration=own)))
+    lost = [*expert_differences(replace(job, configuration=own)), *_context_differences(job.plan)]
     if job.config is not None and job.config.experts is not None and own.tp > 1:
         if not own.sequence_parallel:
             lost.append(Deviation("norms of whole sequences beside tp", "sequence parallelism"))
         own = replace(own, sequence_parallel=True)  # it refuses experts without
     arguments: Arguments = [
         *_degrees(own),
+        *_context(own, job.plan),
         *_pipeline(own, job.num_layers),
         *_batch(job),
         *_states(own),
@@ -159,6 +163,25 @@ def _degrees(own: Configuration) -> Iterator[tuple[str, ...]]:
         yield "--expert-model-parallel-size", str(own.ep)
     if own.tp > 1 and own.etp is not None:
         yield "--expert-tensor-parallel-size", str(own.etp)
+
+
+CONTEXT_TYPES = {RING: "p2p", "heads": "a2a", OF_GROUPS: "p2p"}
+"""Values of ``--cp-comm-type``, by way of attention in the plan; all others gather keys and values.
+An all-to-all needs as many heads of keys as ranks."""
+
+
+def _context(own: Configuration, plan: Plan) -> Iterator[tuple[str, ...]]:
+    if own.cp > 1:
+        ways = context_ways(plan) or ("q",)
+        yield "--cp-comm-type", CONTEXT_TYPES.get(ways[0], "all_gather")
+
+
+def _context_differences(plan: Plan) -> Iterator[Deviation]:
+    ways = context_ways(plan)
+    if OF_GROUPS in ways:
+        yield Deviation("attention by heads, of which keys have fewer than ranks", "ring attention")
+    if len(ways) > 1:
+        yield Deviation("several ways of attention on ranks of context parallelism", "the first")
 
 
 def _pipeline(own: Configuration, num_layers: int) -> Iterator[tuple[str, ...]]:

@@ -61,6 +61,9 @@ SEQ = 2048
 
 LIMITS = {
     **PIPELINES,
+    "ring": "keys and values gathered, as by default; it passes them from rank to rank with "
+    'context_parallel_rotate_method="alltoall"',
+    "ulysses": "keys and values gathered",
     "zero1": "FSDP that keeps parameters gathered between forward and backward; without a "
     "pipeline it sums gradients after every micro-batch",
     "zero2": "FSDP that keeps parameters gathered between forward and backward; beside a pipeline "

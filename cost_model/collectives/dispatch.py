@@ -125,6 +125,37 @@ def hidden_seconds(
     return min(others + own, 2 * free * first) + min(compute, free * last)
 
 
+def ring_seconds(
+    message: float, step: float, num_ranks: int, *, slowed_share: float, backward: bool
+) -> float:
+    """Return the seconds that a ring adds to its compute, ``num_ranks`` steps of ``step`` seconds.
+    ``message``: seconds in which a rank sends one part and receives another.
+
+    Beside compute of c seconds, messages of m seconds add max(m - c, a·m), with a the share of its
+    speed that compute loses meanwhile (``slowed_share``). In the forward a message runs beside each
+    step but the last. In the backward the sums of the gradients follow their parts from the second
+    step on: of n steps the first, the second and the last run beside one message, the steps between
+    them beside two, and the message that brings the sums home beside none.
+
+    Source: Liu et al. 2023, Ring Attention (arXiv:2310.01889, section 3).
+
+    >>> ring_seconds(3.0, 2.0, 4, slowed_share=0.0, backward=False)
+    3.0
+    >>> ring_seconds(3.0, 2.0, 4, slowed_share=0.0, backward=True)
+    10.0
+    """
+
+    def added(num_messages: int) -> float:
+        seconds = num_messages * message
+        return max(seconds - step, slowed_share * seconds)
+
+    if not backward:
+        return (num_ranks - 1) * added(1)
+    if num_ranks == 2:
+        return added(1) + message
+    return 3 * added(1) + (num_ranks - 3) * added(2) + message
+
+
 def distinct_places(
     places: int, copies: int, num_experts: int, limit: GroupLimit = (1, 1)
 ) -> float:

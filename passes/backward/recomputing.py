@@ -126,6 +126,20 @@ class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memory.append(_remembered(results, hollow=block.is_spared))
         return results
 
+    def once(self, compute: Callable[[], Any]) -> Any:
+        """Return the results of ``compute``, of which the repetition runs no part if results of
+        expensive kernels are kept."""
+        block = self._block
+        if not block.keeps_costly:
+            return compute()
+        if self._is_again:
+            return _given_back(self._memory.popleft())
+        block.keeps_costly = False  # its kernels' own results are not kept
+        results = compute()
+        block.keeps_costly = True
+        self._memory.append(_remembered(results, hollow=False))
+        return results
+
 
 def _tensors(held: Any) -> Iterator[Tensor]:
     if isinstance(held, Tensor):

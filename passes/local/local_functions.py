@@ -15,6 +15,7 @@ from ...planner.graph.layout import REPLICATE, Step, shard
 from ..ops.collectives import Rank, convert, swap
 from ..ops.local_loss import part_of
 from ..ops.lower_right import attend_upto, split_in_half
+from ..ops.ring import ring_attention
 
 
 def split_embedding(
@@ -75,19 +76,22 @@ def grouped_attention(
     heads: tuple[tuple[int, ...], tuple[int, ...]],
     axes: tuple[int, ...] = (),
     balanced: tuple[int, ...] = (),
+    ring: tuple[int, ...] = (),
     **options: Any,
 ) -> Tensor:
     """Compute attention in which a group of heads of queries reads each head of keys and values.
     ``heads``: the mesh axes that split the heads of queries, and those that split the heads of
     keys; if these are fewer, the rank takes the heads that its queries read. With ``axes``
     attention is causal, and they split the positions of queries; ``balanced``: see
-    ``balanced_causal_attention``."""
+    ``balanced_causal_attention``; ``ring``: see ``ring_attention``."""
     if heads[0] != heads[1]:
         start, num_heads = part_of(rank, query.shape[-3], heads[0])
         held, num_read = part_of(rank, key.shape[-3], heads[1])
         first = start * num_read // num_heads - held
         number = max(1, query.shape[-3] * num_read // num_heads)
         key, value = (each.narrow(-3, first, number) for each in (key, value))
+    if ring:
+        return ring_attention(rank, query, key, value, ring=ring, **options)
     count = query.shape[-3] // key.shape[-3]
     if count > 1 and query.dtype.itemsize > 2:
         key, value = (each.repeat_interleave(count, -3) for each in (key, value))

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...planner.errors import PlanError
 from ...planner.graph.graph import Node, Ref, TensorSpec, map_refs
 from ...planner.graph.layout import NodeLayout, balanced_axes, is_halved, local_region
-from ...planner.ops.attention import window_of
+from ...planner.ops.attention import ring_axes, window_of
 from ...planner.ops.catalog import spec_of
 from ...planner.ops.experts import column_order
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
@@ -40,6 +40,7 @@ from ..ops.experts import (
 from ..ops.local_loss import MEAN, cross_entropy, nll_loss
 from ..ops.nf4 import nf4_linear
 from ..ops.random_ops import DROPOUT, dropout_part, uniform_part
+from ..ops.ring import ring_attention
 from ..ops.torch_ops import resolve
 from .local_functions import (
     balanced_causal_attention,
@@ -215,16 +216,19 @@ def _nll_loss(op: LocalOp) -> Call:
 
 
 def _attention(op: LocalOp) -> Call:
-    dim = len(op.global_shape("query")) - 2
-    axes = op.axes("query", dim) if op["is_causal"] else ()
+    dim, ring = len(op.global_shape("query")) - 2, ring_axes(op.layout)
+    axes = op.axes("query", dim) if op["is_causal"] and not ring else ()
     is_grouped = op["enable_gqa"] and op["attn_mask"] is None
     window = window_of(op.node)
-    if not (axes or is_grouped or window):
+    if not (axes or ring or is_grouped or window):
         return op.call()
     options = {name: op[name] for name in (("scale",) if window else ("dropout_p", "scale"))}
     options |= {"axes": axes} if axes or window else {"is_causal": op["is_causal"]}
     options |= {"window": window} if window else {}
     function: Callable[..., Tensor] = split_causal_attention
+    if ring:
+        function, options["ring"] = ring_attention, ring
+        del options["dropout_p"]
     if axes and (balanced := balanced_axes(op.layout)):
         function, options["balanced"] = balanced_causal_attention, balanced
     if is_grouped:

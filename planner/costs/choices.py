@@ -29,6 +29,7 @@ from ..graph.layout import (
     HALVED,
     INVARIANT,
     REPLICATE,
+    RING,
     SENT,
     SLICED,
     AxisStrategy,
@@ -44,8 +45,9 @@ from ..graph.layout import (
     shard,
 )
 from ..graph.positions import Dims, by_entries, features_only, position_dims, positions_where_whole
+from ..ops.attention import is_attention
 from ..ops.experts import group_limit, sent_strategies
-from ..requests.features import Features, allowed
+from ..requests.features import Features, allowed, attention_ways
 from ..requests.pins import Pins, keep_pinned
 from .conversions import batch_split, batch_whole, parameters_split, positions_split
 from .expert_prices import Inner
@@ -266,6 +268,8 @@ def _axis_strategies(
         num_inputs, num_outputs = len(node.inputs), len(node.outputs)
         return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
     strategies = strategies_of(node, graph, size, prices)
+    if is_attention(node) and axis not in restriction.split_positions:
+        strategies = tuple(each for each in strategies if each.label != RING)
     if is_expert_layer(node):
         strategies = expert_strategies(node, graph, axis, prices, restriction)
     if axis in restriction.tokens and node.name in routers_of(graph, prices):
@@ -287,9 +291,26 @@ def _axis_strategies(
             return parameters_split(node, graph, fitting)
         return _as_megatron(node, graph, fitting, dims_on(graph, size, prices), restriction)
     if axis in restriction.split_positions:
-        whole = batch_whole(node, graph, strategies)
-        return positions_split(node, whole, dims_on(graph, size, prices))
+        return _by_positions(node, graph, strategies, dims_on(graph, size, prices), restriction)
     return strategies
+
+
+def _by_positions(
+    node: Node,
+    graph: Graph,
+    strategies: tuple[AxisStrategy, ...],
+    dims: Dims,
+    restriction: Restriction,
+) -> tuple[AxisStrategy, ...]:
+    """Return the strategies on an axis of context parallelism: they split positions; attention may
+    split heads instead, after an all-to-all."""
+    whole = batch_whole(node, graph, strategies)
+    found = positions_split(node, whole, dims)
+    if not is_attention(node):
+        return found
+    heads = features_only(node, whole, dims)
+    by_heads = tuple(each for each in heads if each.inputs[0].is_shard and each.outputs[0].is_shard)
+    return attention_ways(found, by_heads, restriction.features)
 
 
 def expert_strategies(

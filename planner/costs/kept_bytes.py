@@ -34,6 +34,7 @@ from ..kernels.recompute import RECOMPUTE_MODES as RECOMPUTE_MODES
 from ..kernels.recompute import Replay as Replay
 from ..kernels.recompute import find_replay
 from ..kernels.tiles import last_region
+from ..ops.attention import ring_axes, ring_buffers
 from ..ops.case import packet
 from ..ops.catalog import spec_of
 from ..ops.experts import as_run
@@ -53,7 +54,8 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
     if not any(spec.requires_grad for spec in node.outputs):
         return ()
     found: dict[Part, None] = {}
-    for ref in prices.rules.saved(node, graph):
+    run, local = as_run(node, layout, prices.mesh.shape), _local_specs(node, layout, graph, prices)
+    for ref in prices.rules.saved(run, graph):
         root, spec = memory_of(ref, node, graph, prices)
         if not _is_kept(ref, root, node, layout, graph):
             continue
@@ -65,7 +67,6 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
             found[f"{node.name}:{root.name}", cast_bytes] = None
             continue
         found[f"{root.name}:{root.index}", num_bytes] = None
-    run, local = as_run(node, layout, prices.mesh.shape), _local_specs(node, layout, graph, prices)
     extra = prices.rules.saved_extra_bytes(run, *local)
     if is_expert_layer(node) and prices.assumptions.expert_kernels != "separate":
         extra = int(_fused_experts_bytes(run, local[0], prices))
@@ -143,7 +144,8 @@ def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str
 
 
 def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> int:
-    """Return the bytes per rank of an op's distinct inputs and its outputs.
+    """Return the bytes per rank of an op's distinct inputs and its outputs, and of the buffers of
+    ring attention.
 
     Values that a fused kernel keeps in registers do not count.
     """
@@ -152,8 +154,14 @@ def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) 
     if node.fused is not None:
         reads, writes = node.fused.reads, node.fused.writes
     inputs = {node.inputs[at]: layout.inputs[at] for at in reads}
-    return sum(prices.local_bytes(graph.spec(ref), each) for ref, each in inputs.items()) + sum(
-        prices.local_bytes(node.outputs[at], layout.outputs[at]) for at in writes
+    buffers = 0
+    if ring_axes(layout):
+        run = as_run(node, layout, prices.mesh.shape)
+        buffers = ring_buffers(run, *_local_specs(node, layout, graph, prices))
+    return (
+        buffers
+        + sum(prices.local_bytes(graph.spec(ref), each) for ref, each in inputs.items())
+        + sum(prices.local_bytes(node.outputs[at], layout.outputs[at]) for at in writes)
     )
 
 

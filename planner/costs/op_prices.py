@@ -19,6 +19,8 @@ from ...cost_model.profile.lookup import Profile
 from ..graph.expert_dims import is_expert_layer
 from ..graph.graph import Node, TensorSpec
 from ..graph.layout import Layout, NodeLayout, balanced_axes, is_halved, local_shape
+from ..ops.attention import ring_traffic
+from ..ops.catalog import spec_of
 from ..ops.experts import as_half, as_run, expert_traffic, num_kernels, num_senders
 from .basis import SCALINGS, QueriedOp
 from .mesh_prices import MeshPrices
@@ -96,6 +98,11 @@ class OpPrices(MeshPrices):
             around = self._around_experts(node, inputs, is_sent=num_parts > 0)
             forward = forward + around[0]
             backward = backward + around[1] if backward else 0.0
+        if spec_of(node).reads == "steps":
+            copy = rate(self.device, "copy", node.spec.dtype).seconds_per_byte
+            moved = ring_traffic(node, inputs, outputs)
+            forward += moved[0] * copy
+            backward += moved[1] * copy if backward else 0.0
         analytic = self._with_dequantized(Priced(forward, backward, "spec", *issue), inputs)
         has_no_case = node.fused is not None or node.product_dtype
         if (self.profile is None and self.asked is None) or has_no_case:

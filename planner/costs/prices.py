@@ -18,15 +18,30 @@ from math import prod
 
 from ...cost_model.cluster.cluster import Link
 from ...cost_model.collectives.collectives import Group, Library, p2p_seconds
+from ...cost_model.collectives.dispatch import ring_seconds
 from ..graph.expert_dims import is_expert_layer
 from ..graph.graph import Node, TensorSpec
-from ..graph.layout import Layout, NodeLayout, conversion_steps, held_layout
+from ..graph.layout import (
+    OF_GROUPS,
+    Layout,
+    NodeLayout,
+    conversion_steps,
+    held_layout,
+    shard,
+)
 from ..ops import Rules as Rules
 from .expert_prices import ExpertPrices, Inner
 from .price_cache import find
 from .seconds import Priced
 from .seconds import Seconds as Seconds
 from .seconds import StateBytes as StateBytes
+
+
+def sent_again(inner: Inner) -> Inner:
+    """Return the collectives inside of an op that recomputation repeats though the op's result is
+    kept: all but the messages of ring attention, which are part of its kernels."""
+    return tuple((axis, item) for axis, item in inner if item.kind != "ring")
+
 
 CONVERSION_SECONDS = 1e-8
 """Seconds added to each single-axis step, so that fewer steps win among otherwise equal plans."""
@@ -91,17 +106,23 @@ class Prices(ExpertPrices):
         for axis, item in inner:
             if item.kind == "dispatch":
                 continue
-            others = prod(
-                size
-                for other, size in enumerate(self.mesh.shape)
-                if other != axis and any(each[other].is_shard for each in whole)
-            )
+            if item.of_keys:
+                others = self._parts_of_keys(inputs[1], layout, axis)
+            else:
+                others = prod(
+                    size
+                    for other, size in enumerate(self.mesh.shape)
+                    if other != axis and any(each[other].is_shard for each in whole)
+                )
             num_bytes = item.num_bytes // others
-            sent[item.backward] += (
-                self._swap(num_bytes, self.groups[axis])
-                if item.kind == "swap"
-                else self.collective(item.kind, num_bytes, axis)
-            )
+            if item.kind == "ring":
+                sent[item.backward] += self._ring(
+                    num_bytes, axis, (node, inputs, layout), backward=item.backward
+                )
+            elif item.kind == "swap":
+                sent[item.backward] += self._neighbour(num_bytes, axis)
+            else:
+                sent[item.backward] += self.collective(item.kind, num_bytes, axis)
         return Seconds(
             own.forward,
             sent[0],
@@ -117,13 +138,52 @@ class Prices(ExpertPrices):
         forward = self._message(self.local_bytes(spec, layout), link)
         return forward, forward if spec.requires_grad else 0.0
 
-    def _swap(self, num_bytes: int, group: Group) -> float:
-        """Return the seconds in which ranks r and n - 1 - r of a group exchange ``num_bytes``.
+    def _neighbour(self, num_bytes: int, axis: int) -> float:
+        """Return the seconds in which each rank of an axis sends ``num_bytes`` to another and
+        receives as many, as in swaps and rings.
 
-        Messages of both directions travel at the same time; over several hosts most pairs cross
-        hosts.
+        Messages of both directions travel at the same time; over several hosts some cross hosts.
         """
+        group = self.groups[axis]
         return self._message(num_bytes, group.inter if group.num_hosts > 1 else group.intra)
+
+    def _parts_of_keys(self, key: TensorSpec, layout: NodeLayout, axis: int) -> int:
+        """Return the number of parts into which mesh axes other than ``axis`` divide the keys of an
+        attention that a rank reads; along ``OF_GROUPS`` it reads one of the heads that it holds."""
+        held = layout.inputs[1]
+        sizes = [
+            size for at, size in enumerate(self.mesh.shape) if at != axis and held[at].is_shard
+        ]
+        by_heads = [
+            size
+            for placement, size in zip(held, self.mesh.shape, strict=True)
+            if placement == shard(len(key.shape) - 3)
+        ]
+        read = key.shape[-3] // prod(by_heads) if OF_GROUPS in layout.labels else 1
+        return prod(sizes) * read
+
+    def _ring(
+        self,
+        num_bytes: int,
+        axis: int,
+        op: tuple[Node, Sequence[TensorSpec], NodeLayout],
+        *,
+        backward: bool,
+    ) -> float:
+        """Return the seconds in which ring attention waits for messages of ``num_bytes``, keys and
+        values of one rank, or loses speed to them. Which share of the messages' seconds that is
+        follows from the seconds of all sources."""
+        every = self if self.only is None else self.unrecorded
+        num_ranks, computed = self.mesh.shape[axis], every._priced(*op)
+        seconds = every._neighbour(num_bytes, axis)
+        if not seconds:
+            return 0.0
+        step = (computed.backward if backward else computed.forward) / num_ranks
+        slowed_share = self._slowed_share("all_to_all")
+        exposed = ring_seconds(
+            seconds, step, num_ranks, slowed_share=slowed_share, backward=backward
+        )
+        return exposed / seconds * self._neighbour(num_bytes, axis)
 
     def _message(self, num_bytes: int, link: Link) -> float:
         library: Library = "nccl" if self.device.kind == "cuda" else "gloo"

@@ -30,7 +30,7 @@ from ..costs.kept_bytes import (
     working_bytes,
 )
 from ..costs.others_beside import seconds_beside
-from ..costs.prices import Prices, Seconds, StateBytes
+from ..costs.prices import Prices, Seconds, StateBytes, sent_again
 from ..graph.graph import Block, Blocks, Graph, Node, Ref
 from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, conversion_steps
 from ..ops.attention import is_attention
@@ -229,6 +229,7 @@ class _BlockWalk:
             return
         is_skipped = node.name in self.skipped
         if not (is_skipped and self.prices.assumptions.keeps_sent):
+            inner = sent_again(inner) if is_skipped else inner
             rerun = self.prices.op(node, specs, layout, inner)  # without the ops beside it
             self._add(Seconds(backward_communication=rerun.forward_communication))
         if not is_skipped:

@@ -280,8 +280,10 @@ def local_region(
     return tuple(box)
 
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "dispatch"]
-"""Kinds of collectives. "swap": ranks r and n - 1 - r exchange tensors (balanced attention)."""
+Collective = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "ring", "dispatch"
+]
+"""Kinds of collectives. "swap" and "ring" are those of ``ops.attention``."""
 
 CONVERSIONS: dict[tuple[Kind, Kind], tuple[Collective | None, Collective | None]] = {
     ("S", "S"): ("all_to_all", "all_to_all"),
@@ -371,6 +373,7 @@ class InnerCollective:
     ``num_bytes``: size on a rank of the tensor that is reduced or gathered; ``backward``: it runs
     in the backward. For sending tokens to experts (dispatch), ``copies`` is the number of copies
     sent of each row, and ``limit`` is (groups of receivers, groups that a row is sent to).
+    ``of_keys``: it has keys and values, which other axes may split less than queries.
     """
 
     kind: Collective
@@ -378,6 +381,7 @@ class InnerCollective:
     backward: bool = False
     copies: int = 1
     limit: tuple[int, int] = (1, 1)
+    of_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,19 +417,22 @@ class NodeLayout:
 BALANCED = "balanced"
 """Label of causal attention with balanced queries: see ``ops.attention``."""
 
+RING = "ring"
+"""Label of attention whose keys and values pass from rank to rank: see ``ops.attention``."""
 
 OF_GROUPS = "heads of queries"
 """Label of attention on an axis that splits the heads of queries, but not those of keys and values:
 every rank holds all of these, and reads the one that its heads of queries share."""
 
-
 SENT = "sent"
-"""Label of a layer of experts on an axis whose ranks have their own tokens and their own experts:
-see ``ops.experts``."""
+"""Label of a layer of experts on an axis whose ranks have their own tokens and experts."""
 
 HALVED = "sent in halves"
 """Label of a layer of experts as in ``SENT`` whose rows travel in two exchanges: the experts
 compute one half while the other is under way."""
+
+SLICED = "sliced"
+"""Label of a layer of experts on an axis whose ranks have a slice of each expert."""
 
 
 def sent_axes(layout: NodeLayout) -> tuple[int, ...]:
@@ -438,14 +445,8 @@ def is_halved(layout: NodeLayout) -> bool:
     return HALVED in layout.labels
 
 
-SLICED = "sliced"
-"""Label of a layer of experts on an axis whose ranks have a slice of each expert: see
-``ops.experts``."""
-
-
 def balanced_axes(layout: NodeLayout) -> tuple[int, ...]:
-    """Return the mesh axes on which pairs of ranks swap halves of the queries of a causal
-    attention, so that all ranks have equal work."""
+    """Return the mesh axes along which ranks swap halves of the queries of causal attention."""
     if BALANCED not in layout.labels:
         return ()
     return tuple(axis for axis, label in enumerate(layout.labels) if label == BALANCED)
@@ -483,8 +484,11 @@ def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
 def keeps_groups(axes: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
     """Return whether strategies on axes of ``sizes`` split grouped dims only between groups, and
     leave each rank the heads of keys that it reads. After an axis of ``OF_GROUPS`` a further axis
-    may not split heads of keys, as their parts would not follow those of the queries' heads."""
-    labels = [axis.label for axis in axes]
+    may not split heads of keys, as their parts would not follow those of the queries' heads. Beside
+    an axis of ``RING`` no other may split positions."""
+    labels, made = [axis.label for axis in axes], [axis.outputs for axis in axes]
+    if RING in labels and made.count(made[labels.index(RING)]) > 1:
+        return False
     if OF_GROUPS in labels:
         at = labels.index(OF_GROUPS)
         if any(later.inputs[1] == axes[at].inputs[0] for later in axes[at + 1 :]):

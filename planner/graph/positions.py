@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from .graph import Graph, Node, Ref
-from .layout import AxisStrategy
+from .layout import RING, AxisStrategy
 
 Dims = Mapping[Ref, frozenset[int]]
 _Offered = tuple[AxisStrategy, ...]
@@ -50,11 +50,12 @@ def _carried(
     node: Node, offered: _Offered, read: Sequence[frozenset[int]]
 ) -> tuple[frozenset[int], ...]:
     """Return, for each output, its dimensions that a strategy of ``offered`` splits together with
-    one of an input's dimensions ``read``."""
+    one of an input's dimensions ``read``. Keys have the positions of queries only by chance."""
     follow = [
         strategy
         for strategy in offered
-        if any(
+        if strategy.label != RING
+        and any(
             placement.is_shard and placement.dim in dims
             for dims, placement in zip(read, strategy.inputs, strict=True)
         )

@@ -1,4 +1,4 @@
-"""Records of attention, and its strategy in which every rank has an equal share of causal work.
+"""Records of attention, and its strategies over split positions: balanced, and a ring.
 
 Attention of B×H heads over S queries and T keys takes 4·B·H·S·T·D FLOPs in the forward (half if
 causal), and 2.5 times that in the backward, which recomputes the scores (Dao 2023,
@@ -16,6 +16,16 @@ is the rank at the opposite end of each balancing axis.
 
 Source of the pairs of chunks: Dubey et al. 2024, Llama 3 (arXiv:2407.21783), section 3.3.2, where
 the sequence itself is distributed in this way.
+
+Ring: the positions of keys and values are split as well, and no rank ever holds all of them. In n
+steps each rank attends to the part of one rank, while it sends this part on to the next rank and
+receives another; partial results are merged by the logarithms of their sums of exponentials. In the
+backward the sums of the gradients of keys and values follow these: the part that has passed all
+ranks is home after n - 1 messages, as each rank keeps its own share until then. With causal
+attention halves of queries, keys and values are swapped as above, so that in every step each rank
+computes half of the pairs of its queries and the keys that it has (``passes.ops.ring``).
+
+Source: Liu et al. 2023, Ring Attention with Blockwise Transformers (arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -30,8 +40,10 @@ from ..graph.layout import (
     INVARIANT,
     OF_GROUPS,
     REPLICATE,
+    RING,
     AxisStrategy,
     InnerCollective,
+    NodeLayout,
     shard,
 )
 from .annotation import Signature
@@ -41,6 +53,11 @@ from .spec import Product, Products, by, statistic_bytes
 
 BALANCED_ATTENTION = "autoparallel.balanced_attention.default"
 """Op of causal attention on two runs of query positions (``passes.ops.lower_right``)."""
+
+RING_ATTENTION = "autoparallel.ring_attention.default"
+BALANCED_RING = "autoparallel.balanced_ring_attention.default"
+"""Ops of one rank's part of ring attention, without and with causality, whose fourth argument is
+the number of ranks (``passes.ops.ring``)."""
 
 _BACKWARD = 2.5
 
@@ -99,6 +116,47 @@ def grouped_strategies(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
     return (AxisStrategy(OF_GROUPS, (split, *held), (split,)),)
 
 
+def _is_self_attention(case: Case) -> bool:
+    """Return whether a case is attention without mask, window and dropout of equally many queries
+    and keys."""
+    if not is_attention(case.node) or window_of(case.node) or len(case.inputs) != 3:
+        return False
+    query, key, _ = case.inputs
+    return query.shape[-2] == key.shape[-2] and not case.argument(4, "dropout_p", 0.0)
+
+
+def ring_strategies(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
+    """Return the strategy ``RING`` of attention of a sequence to itself, if the axis divides its
+    positions; with causality a rank must have two or more."""
+    if axis_size == 1 or not _is_self_attention(case):
+        return ()
+    query, key, value = case.inputs
+    length, left = divmod(query.shape[-2], axis_size)
+    is_causal = bool(case.argument(5, "is_causal", False))
+    is_alike = key.shape[:-3] == query.shape[:-3] and key.dtype == query.dtype == value.dtype
+    if left or length < 1 + is_causal or not is_alike:
+        return ()
+    sent = [(query.num_bytes, False), (case.outputs[0].num_bytes, False)]
+    sent.append((key.num_bytes + value.num_bytes, True))
+    directions = (False, True) if any(spec.requires_grad for spec in case.inputs) else (False,)
+    rows = [num_bytes // query.shape[-2] for num_bytes, _ in sent]
+    inner = [
+        InnerCollective("swap", row * (length // 2), backward, of_keys=of_keys)
+        for backward in directions
+        for row, (_, of_keys) in zip(rows, sent, strict=True)
+        if is_causal
+    ]
+    inner += [InnerCollective("ring", rows[2] * length, each, of_keys=True) for each in directions]
+    split = shard(case.rank - 2)
+    return (AxisStrategy(RING, (split,) * 3, (split,), tuple(inner)),)
+
+
+def ring_axes(layout: NodeLayout) -> tuple[int, ...]:
+    """Return the mesh axis along which keys and values of attention pass from rank to rank, as a
+    tuple; an empty tuple without one."""
+    return (layout.labels.index(RING),) if RING in layout.labels else ()
+
+
 def is_lower_right(node: Node, query: TensorSpec) -> bool:
     """Return whether an attention is causal and its queries are a part of the positions only."""
     return (
@@ -154,9 +212,7 @@ def _balanced_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
 def _products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
     """Return (batch · heads, queries, keys, head size) of each kernel, forward and backward."""
     query, key = inputs[:2]
-    own: tuple[Product, ...] = (
-        (prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]),
-    )
+    own = _own_product(inputs)
     seen = _keys_seen(node, inputs)
     if seen < key.shape[-2]:
         chunks = max(1, 2 * query.shape[-2] // seen)
@@ -164,6 +220,11 @@ def _products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
     if packet(node.op) != ATTENTION.name:
         own = _halves(node, query)
     return own, own if wanted else ()
+
+
+def _own_product(inputs: Specs) -> tuple[Product, ...]:
+    query, key = inputs[:2]
+    return ((prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]),)
 
 
 def _halves(node: Node, query: TensorSpec) -> tuple[Product, ...]:
@@ -196,6 +257,57 @@ def _of_pairs(pairs: int, inputs: Specs, wanted: Sequence[int]) -> tuple[int, in
     return forward, int(forward * _BACKWARD) if wanted else 0
 
 
+def num_steps(node: Node) -> int:
+    """Return the number of kernels of one rank's part of ring attention."""
+    return int(node.args[3])
+
+
+def _ring_products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
+    """Return the products of every step: with causality half of the pairs of each."""
+    ((heads, rows, columns, size),) = _own_product(inputs)
+    later = columns // 2 if node.op == BALANCED_RING else columns
+    each = ((heads, rows, columns, size), *[(heads, rows, later, size)] * (num_steps(node) - 1))
+    return each, each if wanted else ()
+
+
+def _ring_flops(
+    node: Node, inputs: Specs, outputs: Specs, wanted: Sequence[int]
+) -> tuple[int, int]:
+    pairs = num_scores(inputs) * num_steps(node)
+    return _of_pairs(pairs // 2 if node.op == BALANCED_RING else pairs, inputs, wanted)
+
+
+def _ring_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
+    """Return the bytes kept besides: with causality the tensors in the order of the swapped halves
+    instead of the inputs and the output."""
+    swapped = (*inputs, *outputs) if node.op == BALANCED_RING else ()
+    statistics = prod(outputs[0].shape[:-1]) * statistic_bytes(outputs)
+    return statistics + sum(spec.num_bytes for spec in swapped)
+
+
+def ring_traffic(node: Node, inputs: Specs, outputs: Specs) -> tuple[int, int]:
+    """Return the bytes of memory traffic (forward, backward) beside the kernels of one rank's part
+    of ring attention: keys and values are copied to be sent, results merged and gradients added up
+    in float32 at least, and with causality halves are copied and joined."""
+    query, key, value, out = (each.num_bytes for each in (*inputs[:3], outputs[0]))
+    wide, later = statistic_bytes(outputs), num_steps(node) - 1
+    merged, summed = (spec.numel * wide for spec in (outputs[0], inputs[0]))
+    swaps = 3 * (query + key + value + out) if node.op == BALANCED_RING else 0
+    forward = 2 * (key + value) + later * (out + 4 * merged) + 2 * (merged + out)
+    backward = later * (query + 2 * summed + 3 * (key + value)) + summed + query
+    return swaps + forward, swaps + backward + 2 * (key + value)
+
+
+def ring_buffers(node: Node, inputs: Specs, outputs: Specs) -> int:
+    """Return the bytes that one rank's part of ring attention holds while it runs, besides inputs
+    and outputs, in its backward: two parts of keys and values and of their gradients under way, and
+    sums in float32 at least."""
+    if node.op not in (RING_ATTENTION, BALANCED_RING):
+        return 0
+    moved = 4 * sum(spec.num_bytes for spec in inputs[1:3])
+    return moved + inputs[0].numel * statistic_bytes(outputs)
+
+
 ATTENTION = replace(
     UNARY,
     name="scaled_dot_product_attention",
@@ -210,6 +322,24 @@ ATTENTION = replace(
     autocast="lower",
     script="F.{}(3)",
     result="attended",
+)
+
+RING_RECORD = replace(
+    ATTENTION,
+    name="ring_attention",
+    rule=None,
+    flops=_ring_flops,
+    products=_ring_products,
+    reads="steps",
+    # Of each step: one of attention, one to send, six to merge; in the backward one of attention,
+    # four to send, four to add up gradients.
+    kernels=(8, 9),
+    kept_bytes=_ring_bytes,
+    is_costly=False,
+    memory="new",
+    autocast="as inputs",
+    script="",
+    result="",
 )
 
 SPECS = (
@@ -231,6 +361,8 @@ SPECS = (
         script="",
         result="",
     ),
+    RING_RECORD,
+    replace(RING_RECORD, name="balanced_ring_attention", keeps="nothing"),
 )
 
 
@@ -243,13 +375,11 @@ def balanced_strategies(
     There is no such variant unless a sequence attends to itself, with two or more positions per
     rank.
     """
-    if not is_attention(case.node) or axis_size == 1 or len(case.inputs) != 3:
+    if axis_size == 1 or not _is_self_attention(case) or not case.argument(5, "is_causal", False):
         return ()
-    if not case.argument(5, "is_causal", False) or window_of(case.node):
-        return ()
-    (query, key, _), out, dim = case.inputs, case.outputs[0], case.rank - 2
+    query, out, dim = case.inputs[0], case.outputs[0], case.rank - 2
     num_rows = query.shape[dim] // axis_size // 2
-    if not num_rows or query.shape[dim] != key.shape[-2]:
+    if not num_rows:
         return ()
     sent = [spec.num_bytes // query.shape[dim] * num_rows for spec in (query, out)]
     inner = [InnerCollective("swap", num_bytes) for num_bytes in sent]

@@ -35,6 +35,7 @@ from ..graph.layout import (
     HALVED,
     PARTIAL,
     REPLICATE,
+    RING,
     SENT,
     SLICED,
     AxisStrategy,
@@ -44,7 +45,7 @@ from ..graph.layout import (
     Placement,
     shard,
 )
-from .attention import BALANCED_ATTENTION
+from .attention import BALANCED_ATTENTION, BALANCED_RING, RING_ATTENTION, ring_axes
 from .case import argument, packet
 from .catalog import is_pointwise, spec_named
 from .products import expert_pairs
@@ -236,15 +237,23 @@ def num_senders(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> in
 
 
 def as_run(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
-    """Return the node as the busiest rank executes it: balanced attention as another op, an expert
-    layer on the tokens that the rank receives; other nodes are unchanged.
+    """Return the node as the busiest rank executes it: balanced and ring attention as other ops, an
+    expert layer on the tokens that the rank receives; other nodes are unchanged.
 
     The fourth argument of the balanced op has, for each half of its queries, the end of the keys
     that they see. Attention of a later slice of positions has a mask, and is not balanced.
     """
     if is_expert_layer(node):
         return as_received(node, layout, mesh_shape)
-    if BALANCED not in layout.labels or not argument(node, 5, "is_causal", False):
+    if not {BALANCED, RING}.intersection(layout.labels):
+        return node
+    is_causal = bool(argument(node, 5, "is_causal", False))
+    named = {"scale": argument(node, 6, "scale"), "enable_gqa": argument(node, 7, "enable_gqa")}
+    given = {name: value for name, value in named.items() if value is not None}
+    for axis in ring_axes(layout):
+        op = BALANCED_RING if is_causal else RING_ATTENTION
+        return replace(node, op=op, args=(*node.args[:3], mesh_shape[axis]), kwargs=given)
+    if not is_causal:
         return node
     dim = len(node.spec.shape) - 2
     place, parts = 0, 1
@@ -255,8 +264,6 @@ def as_run(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
     whole = node.spec.shape[dim]
     length = whole // parts
     ends = [place * length + length - length // 2, whole]
-    named = {"scale": argument(node, 6, "scale"), "enable_gqa": argument(node, 7, "enable_gqa")}
-    given = {name: value for name, value in named.items() if value is not None}
     return replace(node, op=BALANCED_ATTENTION, args=(*node.args[:3], ends), kwargs=given)
 
 

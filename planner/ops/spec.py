@@ -117,7 +117,8 @@ class OpSpec:
     - Work: ``family``; ``flops`` in forward and backward, given the positions of wanted gradients;
       ``factors``, their positions in a product; ``product`` of factors of given shapes, or
       ``products`` if there are several; ``reads``, the memory that a forward reads (``rows``: only
-      rows that are looked up; ``twice``: the first input twice; ``halves``: of balanced attention);
+      rows that are looked up; ``twice``: the first input twice; ``halves``: of balanced attention;
+      ``steps``: in every step of ring attention, whose number also multiplies ``kernels``);
       ``kernels`` in forward and backward, in multiples of its family's; ``is_counted``, if random
       numbers are hashes of their positions.
     - Gradient: ``keeps``; ``kept_bytes`` besides inputs and outputs; ``is_costly``, if selective
@@ -141,7 +142,7 @@ class OpSpec:
     factors: tuple[int, ...]
     product: Callable[[Node, Sequence[tuple[int, ...]]], Product | None] | None
     products: Callable[[Node, Specs, Sequence[int]], Products] | None
-    reads: Literal["inputs", "rows", "twice", "halves"]
+    reads: Literal["inputs", "rows", "twice", "halves", "steps"]
     kernels: tuple[int, int]
     is_counted: bool
     keeps: Keeps

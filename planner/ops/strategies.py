@@ -31,7 +31,7 @@ from ..graph.layout import (
     shard,
 )
 from .annotation import FLOATS, Signature
-from .attention import balanced_strategies, grouped_strategies
+from .attention import balanced_strategies, grouped_strategies, ring_strategies
 from .case import Case
 from .catalog import signature_of
 
@@ -47,21 +47,24 @@ def axis_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrat
     """
     if node.kind != "op":
         return _held(node, axis_size)
-    return op_strategies(node, graph, axis_size)
+    found = op_strategies(node, graph, axis_size)
+    return (*found[:-1], *ring_strategies(_case(node, graph), axis_size), found[-1])
+
+
+def _case(node: Node, graph: Graph) -> Case:
+    return Case(node, tuple(graph.spec(ref) for ref in node.inputs), node.outputs)
 
 
 def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of a node's op, also for a constant that an op computes."""
-    nodes, refs = graph.by_name, node.inputs
-    producers = [nodes[ref.name] for ref in refs]
-    specs = (each.outputs[ref.index] for each, ref in zip(producers, refs, strict=True))
-    case = Case(node, tuple(specs), node.outputs)
+    """Return the strategies of a node's op, also for a constant that an op computes, in which a
+    tensor is split along a dimension only if its entries are computed apart."""
+    case, nodes = _case(node, graph), graph.by_name
     derived = derive(
         signature_of(case),
         case.inputs,
         case.outputs,
         axis_size=axis_size,
-        leaves=[producer.kind != "op" for producer in producers],
+        leaves=[nodes[ref.name].kind != "op" for ref in node.inputs],
     )
     return (
         *exchanged_parts(case, axis_size),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..graph.graph import Fused, Node, OpRule
+from .attention import num_steps
 from .case import Specs
 from .catalog import annotated_flops, spec_of
 from .products import gradient_products
@@ -62,16 +63,17 @@ def work(node: Node, inputs: Specs, outputs: Specs) -> Work:
     bytes_forward, bytes_backward = _bytes(node, inputs, outputs, wanted)
     flops_forward, flops_backward = spec.flops(node, inputs, outputs, wanted)
     products_forward, products_backward = _products(node, inputs, wanted)
+    steps = num_steps(node) if spec.reads == "steps" else 1
     return Work(
         spec.family,
         flops_forward,
         flops_backward,
-        bytes_forward,
-        bytes_backward,
+        steps * bytes_forward,
+        steps * bytes_backward,
         products_forward=products_forward,
         products_backward=products_backward,
-        kernels_forward=spec.kernels[0],
-        kernels_backward=_kernels_backward(spec.family, len(wanted)) * spec.kernels[1],
+        kernels_forward=steps * spec.kernels[0],
+        kernels_backward=steps * _kernels_backward(spec.family, len(wanted)) * spec.kernels[1],
         drawn=outputs[0].numel if spec.is_counted else 0,
     )
 
@@ -197,6 +199,8 @@ def _bytes(node: Node, inputs: Specs, outputs: Specs, wanted: list[int]) -> tupl
     if spec.reads == "halves":
         query, key, value = (each.num_bytes for each in inputs[:3])
         return read + query + 4 * made, 4 * made + gradients + kept + query + 4 * (key + value)
+    if spec.reads == "steps":
+        kept = read + made
     return read + made, made + gradients + kept
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..graph.graph import Graph, Node, Ref
-from ..graph.layout import AxisStrategy, Mesh, shard
+from ..graph.layout import RING, AxisStrategy, Mesh, shard
 from ..graph.positions import Dims
 from ..ops.attention import is_attention
 from ..plan import Recompute
@@ -26,6 +26,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "recompute": ("selective", "full"),
     "shapes": ("2d-mesh", "3d-mesh", "mixed-stages", "branches", "uneven-shares"),
     "memory": ("offload", "tiles"),
+    "attention": ("gather", "ring", "ulysses"),
 }
 """Features by group; the schedules form one more group.
 
@@ -35,7 +36,8 @@ positions; ``ep``: weights of experts split by expert; ``selective``, ``full``: 
 ``2d-mesh``: two axes; ``mixed-stages``: stages of different sizes; ``branches``: separate devices
 for parallel branches; ``uneven-shares``: unequal batch shares for unlike devices; ``offload``:
 masters and optimizer states in host memory; ``tiles``: full recomputation runs the last ops of a
-block tile by tile.
+block tile by tile; ``gather``, ``ring``, ``ulysses``: attention on an axis ``cp`` gathers keys and
+values, passes them from rank to rank, or splits heads after an all-to-all.
 """
 
 CHANGES = ("servers", "ssp", "asp")
@@ -158,6 +160,23 @@ def allowed(
     if not features.allows("ep"):
         found = tuple(each for each in found if not _splits_experts(node, graph, each))
     return found or strategies
+
+
+def attention_ways(
+    strategies: tuple[AxisStrategy, ...],
+    by_heads: tuple[AxisStrategy, ...],
+    features: Features,
+) -> tuple[AxisStrategy, ...]:
+    """Return the strategies of attention on an axis that splits positions: those of ``strategies``
+    that split them, in a ring or not, and those that split heads (``by_heads``), as far as
+    ``features`` allows; if it allows none of them, all that split positions."""
+    groups = {
+        "gather": tuple(each for each in strategies if each.label != RING),
+        "ring": tuple(each for each in strategies if each.label == RING),
+        "ulysses": by_heads,
+    }
+    found = [each for name, own in groups.items() if features.allows(name) for each in own]
+    return tuple(found) or strategies
 
 
 def _splits_rows(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:

@@ -22,10 +22,11 @@ from ..costs.choices import Restriction, held_layouts, inner_of, input_specs
 from ..costs.kept_bytes import RECOMPUTE_MODES
 from ..costs.others_beside import seconds_beside
 from ..costs.price_cache import find
-from ..costs.prices import Prices
+from ..costs.prices import Prices, sent_again
 from ..costs.seconds import Resource, State
 from ..graph.graph import Block, Graph, Node
 from ..graph.layout import Layout, NodeLayout
+from ..ops.attention import ring_axes
 from ..requests.pins import PENALTY_SECONDS, num_broken
 from .outline import Candidates, DecisionSpace, Ints, decision_space, structure_key
 from .outline import Choice as Choice
@@ -83,7 +84,7 @@ def decide(
 
 
 def _priced(own: DecisionSpace, block: Block, graph: Graph, prices: Prices) -> ChoiceAmounts:
-    ops, hidden = _op_seconds(own, block, graph, prices)
+    ops, hidden, kept = _op_seconds(own, block, graph, prices)
     number = len(own.broken)
     total = np.zeros((number, len(Resource)))
     for columns in own.rounds:
@@ -92,7 +93,11 @@ def _priced(own: DecisionSpace, block: Block, graph: Graph, prices: Prices) -> C
     for mode, rounds in enumerate(own.skipped_rounds):
         for columns in rounds:
             skipped[mode] += ops[columns][:, RECOMPUTED]
-    skipped[:, :, SENT] *= prices.assumptions.keeps_sent
+    if not prices.assumptions.keeps_sent:
+        skipped[:, :, SENT] = 0.0
+        for mode, rounds in enumerate(own.skipped_rounds):
+            for columns in rounds:
+                skipped[mode, :, SENT] += kept[columns]
     for columns in own.rounds:
         skipped[:, :, SENT] -= hidden[columns]
     seconds = np.repeat(total[None], len(ZEROS), axis=0)
@@ -110,17 +115,18 @@ def _priced(own: DecisionSpace, block: Block, graph: Graph, prices: Prices) -> C
 
 def _op_seconds(
     own: DecisionSpace, block: Block, graph: Graph, prices: Prices
-) -> tuple[Floats, Floats]:
+) -> tuple[Floats, Floats, Floats]:
     """Return the ``Seconds`` of each op under each of its sharding strategies, as ``[strategy,
-    field]``, and a last row of zeros; and the forward seconds of each that other ops hide, which
-    they do not where the forward is rerun."""
+    field]``, and a last row of zeros; the forward seconds of each that other ops hide, which they
+    do not where the forward is rerun; and those of messages that are not repeated if the op's
+    result is kept."""
     computes = [
         prices.op(graph[name], input_specs(graph[name], graph), layout)
         for name, layout in own.computes
     ]
     found = np.zeros((len(own.computes_as) + 1, len(Resource)))
     found[:-1] = np.array(computes)[own.computes_as]
-    hidden = np.zeros(len(found))
+    hidden, kept = np.zeros((2, len(found)))
     for number, name, strategy in own.inner:
         node = graph[name]
         specs, inner = input_specs(node, graph), inner_of(node, graph, prices, strategy)
@@ -129,7 +135,10 @@ def _op_seconds(
         if any(beside):
             again = prices.op(node, specs, strategy.layout, inner)
             hidden[number] = again.forward_communication - found[number, RECOMPUTED[SENT]]
-    return found, hidden
+        if ring_axes(strategy.layout):
+            again = prices.op(node, specs, strategy.layout, sent_again(inner))
+            kept[number] = found[number, RECOMPUTED[SENT]] - again.forward_communication
+    return found, hidden, kept
 
 
 def _holding_costs(

@@ -24,6 +24,7 @@ from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...passes.ops.collectives import Parts, Running, parts_of, place_along
+from ...passes.ops.ring import Ring
 from .device_queue import queue_of
 from .groups import mesh_along
 
@@ -239,6 +240,8 @@ def describe_stack(frame: FrameType | None) -> str:
             collective = f"{name}{on}"
         elif isinstance(owner, Running):
             collective = "exchange"
+        elif isinstance(owner, Ring) and collective:
+            collective = f"ring attention over {owner.rank.mesh.axes[owner.axis]}"
         elif name in _SHARDED and type(owner).__name__ == "FSDPParamGroup":
             collective, block = collective or _SHARDED[name], block or _block_of(owner)
         block = block or getattr(owner, "block_name", "")

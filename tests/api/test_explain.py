@@ -358,3 +358,25 @@ def test_pages_fit_80_columns(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["figures"][-1]["error"] == pytest.approx(predicted / 0.5 - 1)
     assert run_command(["explain", plan]) == 2
     assert "AP360" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("ring", "attention passes keys and values from rank to rank"),
+        ("ulysses", "attention splits heads after an all-to-all"),
+    ],
+)
+def test_reports_name_the_way_of_attention_over_split_positions(
+    way: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "plan.json")
+    sizes = {"n_layer": 1, "d_model": 32, "n_head": 4, "seq": 32, "vocab": 64}
+    command = ["plan", "examples/gpt.py", "--cluster", "cpu:2", "--profile", "analytic"]
+    command += ["--seq", "32", "--global-batch", "2", "--parallel", "cp=2", "--allow", way]
+    command += [word for name, size in sizes.items() for word in ("--set", f"{name}={size}")]
+    assert run_command([*command, "-o", file]) == 0
+    assert text in " ".join(capsys.readouterr().out.split())
+    assert run_command(["explain", file, "scaled_dot_product_attention"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (text if way == "ring" else "dim 1 sharded over cp") in shown

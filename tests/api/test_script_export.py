@@ -171,6 +171,8 @@ def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parall
         ("tests/zoo/gpt_oss", "tp=2,etp=2"),
         ("tests/zoo/qwen2_moe", "dp=2,ep=2"),
         ("tests/models/llama", "dp=2,cp=2,zero=3"),
+        ("tests/models/llama", "cp=2,tp=2,recompute=full by ring"),
+        ("gpt-short", "cp=2,zero=3,recompute=selective by ring"),
         ("tests/models/gpt_dropout.py", "dp=2,microbatches=2,recompute=full"),
         ("tests/models/gpt_dropout.py", "tp=2,pp=2,microbatches=2,schedule=1f1b"),
         ("tests/models/long_skip.py", "pp=2,microbatches=2,schedule=1f1b"),
@@ -188,7 +190,8 @@ def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parall
     ],
 )
 def test_a_script_of_any_model_equals_one_device(tmp_path: Path, model: str, parallel: str) -> None:
-    check_script(tmp_path, model, parallel)
+    parallel, _, way = parallel.partition(" by ")
+    assert f"def {way}" in check_script(tmp_path, model, parallel, allow=tuple(way.split()))
 
 
 @pytest.mark.parametrize("parallel", ["tp=2", "dp=2,zero=2,microbatches=2", slow("dp=2")])

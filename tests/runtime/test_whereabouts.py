@@ -12,6 +12,9 @@ from script_ranks import group_of_one
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoparallel.passes.ops.collectives import Alone, Parts, Rank, Running
+from autoparallel.passes.ops.ring import ring_attention
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.runtime.messages.communicator import (
     BackwardPosition,
     ProcessCommunicator,
@@ -114,3 +117,24 @@ def test_in_a_backward_the_block_that_began_last_is_told() -> None:
     assert Executor("")._run_backward(here) == ""
     recomputed = Executor("layers.2")._run_backward(lambda: Block("layers.1").forward(here))
     assert recomputed == "in the backward of block layers.1"
+
+
+def test_a_message_of_ring_attention_is_told_as_such() -> None:
+    """A rank of two, whose own message is the one that it waits for."""
+
+    class Asking(Alone):
+        seen = ""
+
+        def size(self, axis: int) -> int:
+            return 2
+
+        def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Running:
+            return Running(rows, work=SimpleNamespace(wait=self.note))
+
+        def note(self) -> None:
+            self.seen = here()
+
+    asking, query = Asking(), torch.randn(1, 1, 4, 8)
+    rank = Rank(Mesh(("cp",), (2,)), (0,), asking)
+    Block("layers.0").forward(lambda: ring_attention(rank, query, query, query, ring=(0,)))
+    assert asking.seen == "in block layers.0, ring attention over cp"

@@ -21,6 +21,7 @@ from autoparallel.planner.graph.graph import Blocks, Graph, Node, Ref
 from autoparallel.planner.graph.layout import (
     INVARIANT,
     REPLICATE,
+    RING,
     AxisStrategy,
     InnerCollective,
     Layout,
@@ -70,6 +71,9 @@ def op_options(
     found: dict[tuple[object, ...], Option] = {}
     for strategies in product(*per_axis):
         assert not any(each.groups for each in strategies)
+        made = [each.outputs for each in strategies]
+        if any(each.label == RING and made.count(each.outputs) > 1 for each in strategies):
+            continue
         layout = combine(strategies)
         if not node.inputs:
             layout = NodeLayout((), layout.outputs)
@@ -87,7 +91,7 @@ def _axis_strategies(node: Node, graph: Graph, size: int, *, batch: bool) -> Seq
     if size == 1:
         whole = (INVARIANT,)
         return [AxisStrategy("I", whole * len(node.inputs), whole * len(node.outputs))]
-    offered = rules.axis_strategies(node, graph, size)
+    offered = [each for each in rules.axis_strategies(node, graph, size) if each.label != RING]
     if not batch or not graph.batch_dims:
         return offered
     dims = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
@@ -107,10 +111,11 @@ def _along_positions(
     node: Node, dims: Mapping[str, Sequence[int]], offered: Sequence[AxisStrategy]
 ) -> Sequence[AxisStrategy]:
     """Keep the strategies that split an op's output along its positions, if it has them; else its
-    inputs along theirs."""
+    inputs along theirs. Attention may split heads, its second dimension, instead."""
     own = {name: [shard(dim) for dim in each] for name, each in dims.items()}
     if node.name in own:
-        return [each for each in offered if each.outputs[0] in own[node.name]]
+        heads = [shard(1)] if "scaled_dot_product_attention" in node.op else []
+        return [each for each in offered if each.outputs[0] in [*own[node.name], *heads]]
     return [
         each
         for each in offered

@@ -93,6 +93,7 @@ from autoparallel.passes.ops.collectives import Rank  # noqa: E402
 from autoparallel.passes.ops.experts import run_experts  # noqa: E402
 from autoparallel.passes.ops.local_loss import cross_entropy  # noqa: E402
 from autoparallel.passes.ops.random_ops import random_bits  # noqa: E402
+from autoparallel.passes.ops.ring import ring_attention  # noqa: E402
 from autoparallel.passes.programs.constants import evaluate_constants  # noqa: E402
 from autoparallel.passes.programs.program import Program  # noqa: E402
 from autoparallel.planner.graph.graph import Node, TensorSpec  # noqa: E402
@@ -341,6 +342,24 @@ def watch_functions() -> dict[str, Any]:
                 scale=None,
                 enable_gqa=True,
             ),
+            **{
+                f"ring attention in {dtype}, values of {size}": lambda dtype=dtype, size=size: (
+                    ring_attention(
+                        rank,
+                        made(2, 4, 8, 16, dtype=dtype),
+                        made(2, 2, 8, 16, dtype=dtype),
+                        made(2, 2, 8, size, dtype=dtype),
+                        ring=(0,),
+                        is_causal=True,
+                    )
+                )
+                for dtype, size in (
+                    (torch.bfloat16, 16),
+                    (torch.float32, 16),
+                    (torch.float64, 16),
+                    (torch.bfloat16, 8),
+                )
+            },
         }
         for name, call in calls.items():
             with Watch() as watch:

@@ -12,6 +12,8 @@ import pytest
 import transformers
 from exported_plans import BATCH, CASES, NUM_DEVICES, case, configured, plans, written
 
+from autoparallel.planner.graph.layout import OF_GROUPS, RING
+from autoparallel.planner.plan import Plan
 from autoparallel.systems.megatron import (
     DENSE,
     MODELS,
@@ -106,6 +108,7 @@ FLOATS = (
     "yarn-beta-slow",
 )
 CHOICES = {
+    "cp-comm-type": ("p2p", "a2a", "all_gather", "a2a+p2p"),
     "data-parallel-sharding-strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
     "ckpt-format": ("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
     "recompute-granularity": ("full", "selective"),
@@ -204,7 +207,7 @@ def test_megatrons_own_parser_reads_it(tmp_path: Path, monkeypatch: pytest.Monke
         ("uneven stages", ["--pipeline-model-parallel-layout=Ettt|tt|tt|tL"], []),
         ("interleaved", ["--pipeline-model-parallel-layout=Ett|tt|tt|ttL"], []),
         ("experts", ["--expert-model-parallel-size=4"], []),
-        ("cp", ["--context-parallel-size=4"], []),
+        ("cp", ["--context-parallel-size=4", "--cp-comm-type=all_gather"], []),
         ("some layers", ["--recompute-num-layers=4", "--recompute-method=block"], []),
         ("offload", ["--optimizer-cpu-offload"], []),
         ("half gradients", ["--grad-reduce-in-bf16"], []),
@@ -214,6 +217,44 @@ def test_arguments(name: str, wanted: list[str], unwanted: list[str], tmp_path: 
     found = lines(name, tmp_path)
     assert set(wanted) <= set(found)
     assert not set(unwanted) & {line.partition("=")[0] for line in found}
+
+
+@pytest.mark.usefixtures("unpriced")
+@pytest.mark.parametrize(
+    ("label", "kind", "here"),
+    [
+        (RING, "p2p", ""),
+        ("b1", "a2a", ""),
+        (OF_GROUPS, "p2p", "attention by heads, of which keys have fewer than ranks"),
+    ],
+)
+def test_the_way_of_attention_is_that_of_the_plan(
+    label: str, kind: str, here: str, tmp_path: Path
+) -> None:
+    plan = with_attention(case("cp"), label)
+    report = " ".join(written(plan, "megatron", tmp_path).report.split())
+    assert f"--cp-comm-type={kind}" in (tmp_path / "out" / "args.txt").read_text().splitlines()
+    assert here in report
+
+
+@pytest.mark.usefixtures("unpriced")
+@pytest.mark.parametrize("label", [RING, "b1"])
+def test_torchtitan_gathers_keys_where_the_plan_does_not(label: str, tmp_path: Path) -> None:
+    report = written(with_attention(case("cp"), label), "torchtitan", tmp_path).report
+    assert "keys and values gathered" in " ".join(report.split())
+
+
+def with_attention(plan: Plan, label: str) -> Plan:
+    """The plan with another way of attention on its axis "cp"."""
+    (stage,) = plan.stages
+    cp = stage.mesh.axes.index("cp")
+    layouts = {
+        name: replace(each, labels=(*each.labels[:cp], label, *each.labels[cp + 1 :]))
+        if name.startswith("scaled_dot_product_attention")
+        else each
+        for name, each in stage.layouts.items()
+    }
+    return replace(plan, stages=(replace(stage, layouts=layouts),))
 
 
 @pytest.mark.usefixtures("unpriced")

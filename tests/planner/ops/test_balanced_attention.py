@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from one_stage import plan
 from small_graphs import cluster
+from split_attention import (
+    CAUSAL,
+    HEADS,
+    SEQ,
+    SIZE,
+    attention,
+    attention_labels,
+    labels,
+    layout_of,
+    prices_on,
+    strategy,
+)
 
-from autoparallel.cost_model.cluster.cluster import Cluster, Host, Link
+from autoparallel.cost_model.cluster.cluster import Host, Link
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.ops.compute import work_seconds
 from autoparallel.cost_model.profile.arguments import build_call
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.ops import lower_right  # noqa: F401 - registers the op
-from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.choices import (
     Restriction,
     inner_collectives,
@@ -26,47 +36,20 @@ from autoparallel.planner.costs.choices import (
 from autoparallel.planner.costs.kept_bytes import saved_parts
 from autoparallel.planner.costs.op_case import op_case
 from autoparallel.planner.costs.prices import Prices
-from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
+from autoparallel.planner.graph.graph import Graph, Ref, TensorSpec
 from autoparallel.planner.graph.layout import (
     BALANCED,
     AxisStrategy,
-    Mesh,
     NodeLayout,
-    combine,
     shard,
 )
-from autoparallel.planner.ops import axis_strategies, work
+from autoparallel.planner.ops import work
 from autoparallel.planner.ops.experts import BALANCED_ATTENTION, as_run
 from autoparallel.planner.ops.saved import saved_extra_bytes
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced, Request
 from examples.gpt import GPT, example_batch
-
-HEADS, SEQ, SIZE = 4, 16, 8
-CAUSAL = (None, 0.0, True)
-
-
-def attention(*rest: Any, seq: int = SEQ, keys: int | None = None, key_heads: int = HEADS) -> Graph:
-    """Queries of ``seq`` positions, and keys of as many or ``keys``; ``rest`` of the arguments."""
-    query = TensorSpec((1, HEADS, seq, SIZE), "float32", requires_grad=True)
-    key = replace(query, shape=(1, key_heads, keys or seq, SIZE))
-    mask = TensorSpec((seq, keys or seq), "bool")
-    specs = {"q": query, "k": key, "v": key, "mask": mask}
-    nodes = [Node(name, "op", "aten.clone.default", (), outputs=(s,)) for name, s in specs.items()]
-    args = (Ref("q"), Ref("k"), Ref("v"), *rest)
-    path = "aten.scaled_dot_product_attention.default"
-    nodes.append(Node("op", "op", path, args, {}, (query,)))
-    return Graph(tuple(nodes), Ref("op"), 1)
-
-
-def strategy(graph: Graph, size: int, label: str) -> AxisStrategy:
-    (found,) = [each for each in axis_strategies(graph["op"], graph, size) if each.label == label]
-    return found
-
-
-def labels(graph: Graph, size: int) -> list[str]:
-    return [each.label for each in axis_strategies(graph["op"], graph, size)]
 
 
 def test_it_is_offered_beside_the_plain_split_with_the_same_placements() -> None:
@@ -109,10 +92,6 @@ def test_half_of_the_queries_and_of_the_results_are_swapped_in_both_directions()
     assert found[1] == [("swap", HEADS * 2 * SIZE * 4, direction) for direction in both]
 
 
-def layout_of(*strategies: AxisStrategy) -> NodeLayout:
-    return combine(strategies)
-
-
 def pairs_of(graph: Graph, layout: NodeLayout, sizes: tuple[int, ...], prices: Prices) -> float:
     """The pairs of a query and a key that the busiest rank is priced for."""
     inputs = [
@@ -123,12 +102,6 @@ def pairs_of(graph: Graph, layout: NodeLayout, sizes: tuple[int, ...], prices: P
     found = work(as_run(graph["op"], layout, sizes), inputs, outputs)
     assert found.flops_backward == 2.5 * found.flops_forward
     return found.flops_forward / (2 * (SIZE + SIZE))
-
-
-def prices_on(sizes: tuple[int, ...], own: Cluster | None = None) -> Prices:
-    mesh = Mesh(("cp", "tp")[: len(sizes)], sizes)
-    number = mesh.size
-    return Prices(mesh, own or cluster(number), tuple(range(number)), "fp32", "adamw", rules)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -287,11 +260,6 @@ def planned(bytes_per_second: float) -> Plan:
     toys = replace(toys, hosts=(Host(toys.hosts[0].device, 2, link),))
     request = Request(global_batch=2, precision="fp32", forced=Forced(cp=2))
     return plan(own.graph, own.blocks, toys, request)
-
-
-def attention_labels(found: Plan) -> set[str]:
-    layouts = found.stages[0].layouts
-    return {each.labels[0] for name, each in layouts.items() if name.startswith("scaled_dot")}
 
 
 def test_the_planner_balances_where_a_link_is_fast_and_not_where_it_is_slow() -> None:

@@ -233,6 +233,7 @@ def test_attention_splits_batch_heads_and_queries_with_grouped_keys_along() -> N
         "S(0) S(0) S(0) -> S(0)",
         "S(1) S(1) S(1) -> S(1)",
         "S(2) R R -> S(2)",
+        "S(2) S(2) S(2) -> S(2)",
     }
 
 

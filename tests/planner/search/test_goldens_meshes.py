@@ -11,8 +11,9 @@ from one_stage import plan
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.graph.layout import conversion_steps, shard
+from autoparallel.planner.graph.layout import Placement, conversion_steps, shard
 from autoparallel.planner.plan import StagePlan
+from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Forced, Request
 from examples.gpt import GPT
 from examples.gpt import example_batch as gpt_batch
@@ -42,7 +43,12 @@ def moe(inner: int, num_experts: int) -> Program:
     return capture(model, example_batch(2, 64), dtype="bfloat16")
 
 
-def one_stage(program: Program, cluster: str, rows: int) -> StagePlan:
+ALL_FEATURES = Features()
+
+
+def one_stage(
+    program: Program, cluster: str, rows: int, features: Features = ALL_FEATURES
+) -> StagePlan:
     """Axes do what they are for, as ``max_tp`` says."""
     request = Request(
         rows,
@@ -50,6 +56,7 @@ def one_stage(program: Program, cluster: str, rows: int) -> StagePlan:
         forced=Forced(pp=1, num_microbatches=1, zero=0, recompute="none"),
         time_limit_seconds=300.0,
         max_tp=8,
+        features=features,
     )
     found = plan(program.graph, program.blocks, parse_cluster(cluster), request)
     (stage,) = found.stages
@@ -63,7 +70,21 @@ def sizes(stage: StagePlan) -> dict[str, int]:
 def test_one_long_sequence_is_split_by_positions_across_hosts() -> None:
     """As Llama 3 at 131,072 positions (arXiv:2407.21783, section 3.3.2): rows are used up, and
     tp would cross hosts. Queries stay split, keys and values are gathered."""
+    stage = one_stage(gpt(32768), "4x4xH100", 1, Features(frozenset({"ring", "ulysses"})))
+    for query, key, value in attention_on_cp(stage):
+        assert query == shard(2)
+        assert {key.kind, value.kind} <= {"R", "I"}
+
+
+def test_one_long_sequence_across_hosts_is_attended_by_heads_if_there_are_enough() -> None:
+    """A rank of n sends 1/n of queries, keys, values and results, and gathers nothing."""
     stage = one_stage(gpt(32768), "4x4xH100", 1)
+    for placements in attention_on_cp(stage):
+        assert set(placements) == {shard(1)}
+
+
+def attention_on_cp(stage: StagePlan) -> list[list[Placement]]:
+    """Placements of queries, keys and values on the axis "cp" of at least four ranks."""
     assert "dp" not in sizes(stage)
     assert sizes(stage)["cp"] >= 4
     axis = stage.mesh.axes.index("cp")
@@ -74,9 +95,7 @@ def test_one_long_sequence_is_split_by_positions_across_hosts() -> None:
         if graph[name].op.startswith("aten.scaled_dot_product_attention")
     ]
     assert found
-    for query, key, value in found:
-        assert query == shard(2)
-        assert {key.kind, value.kind} <= {"R", "I"}
+    return found
 
 
 def test_rows_that_are_left_are_split_before_positions() -> None:
