@@ -100,9 +100,9 @@ def grouped_strategies(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
 
 
 def _is_self_attention(case: Case) -> bool:
-    """Return whether a case is attention without mask and dropout of equally many queries and
-    keys."""
-    if packet(case.node.op) != ATTENTION.name or len(case.inputs) != 3:
+    """Return whether a case is attention by heads, without mask and dropout, of equally many
+    queries and keys."""
+    if packet(case.node.op) != ATTENTION.name or len(case.inputs) != 3 or case.rank < 3:
         return False
     query, key, _ = case.inputs
     return query.shape[-2] == key.shape[-2] and not case.argument(4, "dropout_p", 0.0)
