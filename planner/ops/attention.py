@@ -128,7 +128,7 @@ def _is_self_attention(case: Case) -> bool:
 def ring_strategies(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
     """Return the strategy ``RING`` of attention of a sequence to itself, if the axis divides its
     positions; with causality a rank must have two or more."""
-    if axis_size == 1 or not _is_self_attention(case):
+    if axis_size == 1 or case.rank < 3 or not _is_self_attention(case):
         return ()
     query, key, value = case.inputs
     length, left = divmod(query.shape[-2], axis_size)

@@ -262,6 +262,20 @@ class Choices:
             self.graph.users[ref.name] == (node.name,) and node.inputs.count(ref) == 1
         )
 
+    def ring_seconds(self, name: str) -> Floats:
+        """The messages of ring attention, which a kept result has behind it."""
+        key, found = self.key(name), []
+        node = self.graph[key]
+        specs = [self.graph.spec(ref) for ref in node.inputs]
+        for option in self.options[key]:
+            rest = [(axis, item) for axis, item in option.inner if item.kind != "ring"]
+            both = [
+                self.prices.op(node, specs, option.layout, each) for each in (option.inner, rest)
+            ]
+            found.append(both[0].forward_communication - both[1].forward_communication)
+        messages: Floats = np.array(found)[self.index[key]]
+        return messages
+
     def made(self, ref: Ref) -> tuple[list[Layout], Ints]:
         key = self.key(ref.name)
         if key in self.own:

@@ -126,8 +126,7 @@ class Stage(Choices):
             late += self._late(name) * own[[1, 5]]
             for mode in RECOMPUTE_MODES:
                 if self.key(name) in again.skipped[mode]:
-                    skipped[mode][[0, 4]] += own[[0, 4]]
-                    skipped[mode][2] += self._of_rings(name)
+                    skipped[mode][[0, 2, 4]] += [own[0], self.ring_seconds(name), own[4]]
             for position, ref in enumerate(node.inputs):
                 if self.graph[ref.name].kind not in LEAVES:
                     uses.setdefault(ref, []).append((name, position))
@@ -207,20 +206,6 @@ class Stage(Choices):
         np.maximum(self.working, np.array(sizes)[self.index[key]], out=self.working)
         found: Floats = np.array(rows).T[:, self.index[key]]
         return found
-
-    def _of_rings(self, name: str) -> Floats:
-        """The messages of ring attention, which a kept result has behind it."""
-        key, found = self.key(name), []
-        node = self.graph[key]
-        specs = [self.graph.spec(ref) for ref in node.inputs]
-        for option in self.options[key]:
-            rest = [(axis, item) for axis, item in option.inner if item.kind != "ring"]
-            both = [
-                self.prices.op(node, specs, option.layout, each) for each in (option.inner, rest)
-            ]
-            found.append(both[0].forward_communication - both[1].forward_communication)
-        messages: Floats = np.array(found)[self.index[key]]
-        return messages
 
     def _source(self, ref: Ref, first: tuple[str, int]) -> tuple[list[Layout], Ints]:
         """In which layouts a value is there: made in the stage, held, or received."""

@@ -84,8 +84,11 @@ def test_the_parts_of_all_ranks_are_the_attention_of_one_device(
     check(inputs, num_ranks, is_causal=is_causal, tolerance=1e-12)
 
 
-def test_a_rank_may_have_a_single_position_without_causality() -> None:
-    check(tensors(4), 4, is_causal=False, tolerance=1e-12)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_rank_may_have_a_single_position(is_causal: bool, num_ranks: int) -> None:
+    """As in a step of shorter sequences than the plan's: some chunks are empty."""
+    check(tensors(num_ranks), num_ranks, is_causal=is_causal, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

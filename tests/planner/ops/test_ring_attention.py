@@ -73,6 +73,16 @@ def test_other_attention_has_no_ring(graph: Graph) -> None:
     assert RING not in labels(graph, 2)
 
 
+def test_attention_of_one_head_without_a_dimension_for_it_has_no_ring() -> None:
+    graph = attention(*CAUSAL)
+    flat = tuple(
+        replace(node, outputs=tuple(replace(each, shape=(SEQ, SIZE)) for each in node.outputs))
+        for node in graph
+        if node.name != "mask"
+    )
+    assert RING not in labels(Graph(flat, Ref("op"), 1), 2)
+
+
 def test_queries_keys_values_and_results_are_split_along_positions() -> None:
     for graph in (attention(*CAUSAL), attention()):
         own = strategy(graph, 2, RING)
