@@ -123,7 +123,7 @@ def test_a_script_on_two_ranks_equals_one_device(tmp_path: Path, parallel: str) 
     assert max(map(len, text.splitlines())) <= 100
 
 
-DATA_PARALLEL = ("dp=2,zero=1", "dp=2,zero=2,microbatches=2", "dp=2,zero=3")
+DATA_PARALLEL = ("dp=2,zero=1", "dp=2,zero=2,microbatches=2", "dp=4,zero=3,shard=2")
 """Plans whose script runs the model's own forward."""
 
 
@@ -134,6 +134,7 @@ DATA_PARALLEL = ("dp=2,zero=1", "dp=2,zero=2,microbatches=2", "dp=2,zero=3")
         *DATA_PARALLEL,
         "dp=2,recompute=selective",
         "dp=2,tp=2,zero=3,microbatches=2",
+        "dp=2,cp=2,zero=2,shard=2,microbatches=2",
         "pp=4,microbatches=8,schedule=gpipe",
         "pp=2,microbatches=4,schedule=interleaved",
         "pp=2,microbatches=4,schedule=zb-h1",
@@ -166,6 +167,7 @@ def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parall
         ("tests/models/mixtral", "dp=2,ep=2"),
         ("tests/models/mixtral", "dp=2,ep=2,tp=2,zero=2"),
         ("tests/models/mixtral", "dp=4,ep=2,zero=1"),
+        ("examples/gshard_moe.py", "dp=4,ep=2,zero=3,shard=2"),
         ("tests/models/mixtral", "dp=4,ep=4,zero=3,microbatches=2"),
         ("tests/models/mixtral", "dp=2,ep=2,tp=2,etp=2,zero=2"),
         ("tests/zoo/gpt_oss", "tp=2,etp=2"),

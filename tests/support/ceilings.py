@@ -45,6 +45,8 @@ DOORS = "three doors in the README: files, commands, a decorator and a script, e
 
 LOADS = "experts by measured loads: counted in a run, priced by the busiest rank, with copies"
 
+SHARDS = "ZeRO within groups of ranks: chosen, priced, run, written for other systems and scripts"
+
 TILES = "ops at the end of recomputed blocks, computed tile by tile: found, priced and run"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
@@ -53,28 +55,28 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 0),
-    ("planner: lines", 32905, EXPERTS),
-    ("planner: files", 145, TILES),
+    ("planner: lines", 33230, SHARDS),
+    ("planner: files", 146, SHARDS),
     ("planner: flat files", 5),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 0, KERNELS),
-    ("passes: lines", 17975, EXPERTS),
+    ("passes: lines", 18013, SHARDS),
     ("passes: files", 97, EXPERTS),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 2, FORMS),
-    ("runtime: lines", 19482, EXPERTS),
-    ("runtime: files", 87, FOLDERS),
+    ("runtime: lines", 19629, SHARDS),
+    ("runtime: files", 88, SHARDS),
     ("runtime: flat files", 0, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 33581, EXPERTS),
+    ("api: lines", 33681, SHARDS),
     ("api: files", 192, LOADS),
     ("api: flat files", 2),
     ("api: imports inside functions", 12, CALLS),
     ("api: collections of op names", 2),
-    ("all packages: lines", 112762, EXPERTS),
-    ("all packages: files", 567, EXPERTS),
+    ("all packages: lines", 113372, SHARDS),
+    ("all packages: files", 569, SHARDS),
     ("all packages: flat files", 7),
     ("all packages: imports inside functions", 13, CALLS),
     ("all packages: collections of op names", 4, KERNELS),
@@ -88,11 +90,11 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 10, STATED),
     ("exceptions from formatting (fmt: skip, fmt: off)", 0, KERNELS),
     ("pages of docs/ without docs/adr/", 19),
-    ("words of docs/ without docs/adr/ and generated pages", 28577, EXPERTS),
-    ("words of CHANGELOG.md", 316, TILES),
+    ("words of docs/ without docs/adr/ and generated pages", 28842, SHARDS),
+    ("words of CHANGELOG.md", 322, SHARDS),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 74983, EXPERTS),
-    ("tests: files", 475, EXPERTS),
+    ("tests: lines", 75279, SHARDS),
+    ("tests: files", 476, SHARDS),
     ("tests: flat files", 20),
 )
 """Name, ceiling, and the reason if it rose."""
