@@ -122,6 +122,8 @@ def plan(
     check_forced_schedule(request, len(blocks.blocks))
     request = with_limits_of_schedule(request)
     basis = basis if request.features.allows("tiles") else basis.without_tiles
+    if request.forced.shard is not None or not request.features.allows("hsdp"):
+        basis = basis.with_shard_degree(request.shard_degree)
     method = replace(method, tables=method.tables or SharedTables())
     served = partial(_served, graph, blocks, cluster, rules=rules, basis=basis, method=method)
     if request.forced.servers is not None:

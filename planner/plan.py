@@ -14,6 +14,7 @@ from ..cost_model.ops.memory import GradientDtype, StateOptions
 from ..cost_model.simulator.consistency import Consistency
 from .graph.graph import Blocks
 from .graph.layout import INVARIANT, SLICED, Layout, Mesh, NodeLayout, sent_axes
+from .graph.state_sharding import state_sharding
 
 SCHEMA = 6
 OMITTED = {"omitted": True}
@@ -122,7 +123,9 @@ class StagePlan:
     parameters have their own names. ``shares``: rows of a micro-batch at each index along
     mesh axis 0; () for an even split. ``gradient_sums``: all-reduces of a stage that shards no
     states, in the order in which they start; with () the runtime sums its buckets by the library.
-    ``placements``: of experts by measured loads, () without these.
+    ``placements``: of experts by measured loads, () without these. ``shard_degree``: number of
+    neighbouring ranks of the joint axes that shard the states together, and replicate them in other
+    such groups (``graph.state_sharding``); 0 if all ranks are one group.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -134,6 +137,7 @@ class StagePlan:
     shares: tuple[int, ...] = ()
     gradient_sums: tuple[GradientSum, ...] = ()
     placements: tuple[ExpertPlacement, ...] = field(default=(), metadata=OMITTED)
+    shard_degree: int = field(default=0, metadata=OMITTED)
 
     @property
     def expert_axes(self) -> tuple[int, ...]:
@@ -178,6 +182,18 @@ def joint_axes(stages: Iterable[StagePlan]) -> tuple[tuple[int, ...], ...]:
     for stage in stages:
         found.update(stage.state_axes, map(sent_axes, stage.layouts.values()))
     return tuple(sorted(axes for axes in found if len(axes) > 1))
+
+
+def grouped_axes(stages: Iterable[StagePlan]) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Return the sets of mesh axes over which stages on the same mesh shard states in groups of
+    ranks, each with the number of shards."""
+    found = set[tuple[tuple[int, ...], int]]()
+    for stage in stages:
+        for axes in stage.state_axes if stage.zero else ():
+            sharding = state_sharding(stage.mesh, axes, stage.shard_degree)
+            if sharding.num_shards > 1 and sharding.num_replicas > 1:
+                found.add((axes, sharding.num_shards))
+    return tuple(sorted(found))
 
 
 def _axes_of(layout: NodeLayout, label: str) -> tuple[int, ...]:

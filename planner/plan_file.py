@@ -20,6 +20,7 @@ from ..cost_model.cluster.cluster_file import from_dict, to_dict
 from ..cost_model.cluster.given_text import check_texts, parse_json
 from .errors import PlanError
 from .graph.layout import Layout, Placement, format_layout, parse_layout
+from .graph.state_sharding import joint_groups
 from .plan import OMITTED, SCHEMA, Plan
 
 CHECKSUMS = "checksums"
@@ -77,8 +78,14 @@ def loads(text: str, where: str = "plan") -> Plan:
 
 
 def _check_layouts(plan: Plan) -> None:
-    """Raise ``_Damage`` if a layout does not have one placement per axis of its stage's mesh."""
+    """Raise ``_Damage`` if a layout does not have one placement per axis of its stage's mesh, or if
+    its ranks do not form groups of ``shard_degree`` neighbours."""
     for at, stage in enumerate(plan.stages):
+        _require(
+            not stage.shard_degree or joint_groups(stage.mesh, stage.shard_degree) is not None,
+            f"stages[{at}].shard_degree",
+            f"{stage.shard_degree} ranks are no part of the mesh {stage.mesh.shape}",
+        )
         for name, node in stage.layouts.items():
             for layout in (*node.inputs, *node.outputs):
                 _require(

@@ -36,7 +36,7 @@ SCHEDULE_TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """Facts of one pipeline rank: its mesh, its ZeRO stage, and its blocks.
+    """Facts of one pipeline rank: its mesh, its ZeRO stage and ``shard_degree``, and its blocks.
 
     ``num_full`` of its blocks are recomputed fully, ``num_selective`` selectively. ``shares``:
     samples of a micro-batch at each index along mesh axis 0, () if they are equal. ``ep`` ranks of
@@ -53,6 +53,7 @@ class RankSummary:
     ep: int = 1
     etp: int = 1
     tiles: int = 1
+    shard_degree: int = 0
 
 
 def plan_summary(plan: Plan) -> str:
@@ -96,6 +97,7 @@ def rank_summaries(plan: Plan) -> list[RankSummary]:
             ep=max(before.ep, stage.expert_degree),
             etp=max(before.etp, stage.slice_degree),
             tiles=plan.most_tiles,
+            shard_degree=stage.shard_degree,
         )
     return list(ranks.values())
 
@@ -122,7 +124,7 @@ def summary_text(
 
 def strategy_parts(ranks: Sequence[RankSummary], schedule: str) -> list[str]:
     """Return the parts of a plan's summary line that precede the micro-batches, as texts."""
-    has_one_zero = len({rank.zero for rank in ranks}) == 1
+    has_one_zero = len({zero_text(rank.zero, rank.shard_degree) for rank in ranks}) == 1
     texts = [_rank_text(rank, with_zero=not has_one_zero) for rank in ranks]
     if len(set(texts)) == 1:
         pipeline = [f"pp={len(ranks)}"] if len(ranks) > 1 else []
@@ -130,9 +132,18 @@ def strategy_parts(ranks: Sequence[RankSummary], schedule: str) -> list[str]:
     else:
         parts = [f"{len(ranks)} stages: {' | '.join(_counted(texts))}"]
     if has_one_zero:
-        parts.append(f"ZeRO {ranks[0].zero}")
+        parts.append(zero_text(ranks[0].zero, ranks[0].shard_degree))
     parts += _recompute_parts(ranks)
     return [*parts, schedule] if len(ranks) > 1 else parts
+
+
+def zero_text(zero: int, shard_degree: int = 0) -> str:
+    """Format a ZeRO stage, and the number of ranks that shard states if not all do.
+
+    >>> zero_text(1), zero_text(3, 8)
+    ('ZeRO 1', 'ZeRO 3 within 8')
+    """
+    return f"ZeRO {zero}" + (f" within {shard_degree}" if zero and shard_degree else "")
 
 
 def offload_text(offload: Offload) -> tuple[str, ...]:
@@ -183,7 +194,7 @@ def _rank_text(rank: RankSummary, *, with_zero: bool) -> str:
     degrees = _degrees(rank.mesh, rank.ep, rank.etp)
     parts = [degrees or ("one device" if with_zero or rank.shares else "")]
     parts += [f"samples {rows_text(rank.shares)}"] if rank.shares else []
-    parts += [f"ZeRO {rank.zero}"] if with_zero else []
+    parts += [zero_text(rank.zero, rank.shard_degree)] if with_zero else []
     return " ".join(parts)
 
 

@@ -33,12 +33,16 @@ FEW = (
     ("window", "dp=2,cp=2"),
     ("mixtral", "dp=4,ep=2,zero=2"),
     ("few", "dp=4,ep=2,zero=3,microbatches=2"),
+    ("gpt-tied", "dp=4,zero=3,shard=2,microbatches=2"),
     ("mixtral", "dp=4,ep=4,zero=3,microbatches=2,recompute=full"),
 )
 FOUR = (
     ("gpt", "dp=2,cp=2,zero=1"),
     ("gpt-tied", "dp=2,cp=2,zero=3,microbatches=2"),
     ("llama", "cp=4,zero=3,microbatches=2"),
+    ("llama", "dp=2,cp=2,zero=1,shard=2,microbatches=2"),
+    ("mixtral", "dp=4,ep=2,zero=3,shard=2,microbatches=2,recompute=full"),
+    ("mixtral", "dp=4,ep=4,zero=2,shard=2,microbatches=2"),
     ("mixtral", "dp=4,ep=2,zero=1,microbatches=2"),
     ("few", "dp=4,ep=2,zero=1,microbatches=2"),
     ("few", "dp=4,ep=2,zero=2"),
@@ -95,6 +99,9 @@ DROPPED_FEW = (("dropout", "cp=2"),)
 HEADS_FEW = (("gpt", "cp=2"), ("llama", "cp=2,microbatches=2,recompute=selective"))
 EIGHT = (
     ("llama", "dp=2,cp=2,tp=2"),
+    ("gpt", "dp=4,tp=2,zero=3,shard=2,microbatches=2"),
+    ("gpt-tied", "dp=4,pp=2,zero=2,shard=2,microbatches=4,schedule=1f1b"),
+    ("gpt", "dp=4,pp=2,zero=3,shard=2,microbatches=4,schedule=zb-h1"),
     ("mixtral", "dp=4,ep=2,tp=2,zero=1"),
     ("gpt-tied", "dp=2,cp=2,pp=2,zero=2,microbatches=4"),
     ("mixtral", "dp=4,ep=2,cp=2,zero=3"),

@@ -299,7 +299,7 @@ def write_trace(timeline: Timeline, path: str) -> None:
         json.dump(chrome_trace(timeline, names), file)
 
 
-OWN_CHOICES = "dp tp cp ep pp etp compiled fuses_products zero recompute schedule"
+OWN_CHOICES = "dp tp cp ep pp etp compiled fuses_products zero shard recompute schedule"
 """Fields of ``Configuration`` that the JSON document contains under the same names."""
 
 

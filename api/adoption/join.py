@@ -298,6 +298,7 @@ def _plan_again(
         ep=first.expert_degree if "ep" in degrees else None,
         etp=first.slice_degree if first.slice_degree > 1 else None,
         zero=first.zero,
+        shard=first.shard_degree or None,
         schedule=plan.schedule or None,
         num_microbatches=plan.num_microbatches,
         pp=len(plan.stages),

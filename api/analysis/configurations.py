@@ -47,7 +47,7 @@ def configurations(like: Plan, degrees: Forced) -> Iterator[Configuration]:
         compiled=like.compiled,
     )
     if own.dp * own.cp == 1:  # there are no ranks to shard states over
-        own = replace(own, zero=0)
+        own = replace(own, zero=0, shard=None)
     modes = MODES if degrees.recompute is None else (degrees.recompute,)
     yield from divided(own, model.global_batch, modes, count=degrees.num_microbatches)
 
@@ -232,6 +232,7 @@ def configuration_summary(own: Configuration, num_layers: int) -> str:
             num_full=recomputed * (own.recompute == "full" and rank == 0),
             num_selective=recomputed * (own.recompute == "selective" and rank == 0),
             ep=own.ep,
+            shard_degree=own.shard_degree,
         )
         for rank in range(own.pp)
     ]

@@ -17,6 +17,7 @@ from autoparallel.analysis.plan_model import Alternative, Explanation, PlanModel
 from autoparallel.analysis.sharding import WAYS
 from autoparallel.options.words import held_text
 from autoparallel.planner.costs.choices import Restriction, held_layouts, node_strategies
+from autoparallel.planner.costs.mesh_prices import ONE_HOST, Sharding
 from autoparallel.planner.dims.batch import meeting, meeting_text
 from autoparallel.planner.errors import AutoparallelError, UsageError
 from autoparallel.planner.graph.graph import Node
@@ -34,7 +35,7 @@ from autoparallel.planner.plan import Plan, Recompute, StagePlan
 from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.requests.pins import Pin, paths, suggest
 from autoparallel.planner.requests.request import SCHEDULES, Forced, divisors
-from autoparallel.planner.summary import mesh_text, schedule_text
+from autoparallel.planner.summary import mesh_text, schedule_text, zero_text
 
 WORDS = ("zero", "recompute", "schedule", "microbatches")
 
@@ -96,19 +97,26 @@ class _Explainer:
             f"the plan's stages are stage 0 to stage {last}" if last else "the one stage is stage 0"
         )
 
-    def _with_zero(self, zero: int) -> Plan:
-        return replace(
-            self.plan, stages=tuple(replace(stage, zero=zero) for stage in self.plan.stages)
-        )
+    def _shardings(self, stages: Sequence[StagePlan]) -> list[Sharding]:
+        """Return the choices of ZeRO that all of ``stages`` have in the search, or in the plan."""
+        found = []
+        for stage in stages:
+            prices = self.model.prices(stage)
+            free = replace(prices.assumptions, shard_degree=ONE_HOST)
+            offered = replace(prices, assumptions=free).shardings
+            found.append({*offered, Sharding(stage.zero, stage.shard_degree)})
+        return sorted(set.intersection(*found))
 
     def _zero(self) -> Explanation:
-        own = {stage.zero for stage in self.plan.stages}
+        stages = self.plan.stages
+        own = {Sharding(stage.zero, stage.shard_degree) for stage in stages}
         found = []
-        for zero in range(4):
-            variant = self._with_zero(zero)
-            found.append(self.priced(f"ZeRO {zero}", variant, is_chosen=own == {zero}))
+        for sharding in self._shardings(stages):
+            each = tuple(_sharded(stage, sharding) for stage in stages)
+            variant, is_chosen = replace(self.plan, stages=each), own == {sharding}
+            found.append(self.priced(zero_text(*sharding), variant, is_chosen=is_chosen))
         if len(own) > 1:
-            words = "ZeRO " + "/".join(str(stage.zero) for stage in self.plan.stages)
+            words = "/".join(zero_text(stage.zero, stage.shard_degree) for stage in stages)
             found.insert(0, self.priced(words, self.plan, is_chosen=True))
         return Explanation("ZeRO stage", "all stages", tuple(found), (_AS_PLANNED,))
 
@@ -215,9 +223,10 @@ class _Explainer:
     def _stage(self, index: int) -> Explanation:
         stage = self.plan.stages[index]
         found = []
-        for zero in range(4):
-            variant = self.model.at(index, replace(stage, zero=zero))
-            found.append(self.priced(f"ZeRO {zero}", variant, is_chosen=zero == stage.zero))
+        for sharding in self._shardings([stage]):
+            variant = self.model.at(index, _sharded(stage, sharding))
+            is_chosen = sharding == (stage.zero, stage.shard_degree)
+            found.append(self.priced(zero_text(*sharding), variant, is_chosen=is_chosen))
         names = {block.name for block in stage.blocks}
         for mode in MODES:
             is_own = {block.recompute for block in stage.blocks} == {mode}
@@ -383,6 +392,10 @@ def _not_offered(
                 why = _reason(node, axis, shard(dim), (mesh, limited), length)
                 found.append(Alternative(words, "NOT OFFERED", why=why))
     return found
+
+
+def _sharded(stage: StagePlan, sharding: Sharding) -> StagePlan:
+    return replace(stage, zero=sharding.zero, shard_degree=sharding.degree)
 
 
 def _reason(

@@ -277,6 +277,7 @@ class StageRow(TypedDict):
     ranks: list[int]
     mesh: str
     zero: int
+    shard_degree: int
     recomputed: int
     forward_seconds: float
     backward_seconds: float
@@ -292,6 +293,7 @@ def stage_rows(plan: Plan) -> list[StageRow]:
             "ranks": list(stage.devices),
             "mesh": mesh_text(stage.mesh, stage.expert_degree, stage.slice_degree),
             "zero": stage.zero,
+            "shard_degree": stage.shard_degree,
             "recomputed": sum(block.recompute != "none" for block in stage.blocks),
             "forward_seconds": stage.prediction.seconds.get("forward", 0.0),
             "backward_seconds": stage.prediction.seconds.get("backward", 0.0),
@@ -374,6 +376,12 @@ def communication(plan: Plan, stage: StagePlan) -> list[Communication]:
     of_states = "parameters and gradients" if stage.zero == 3 else "gradients"
     per_step = {0: "sum gradients", 1: "sum gradients, gather parameters", 2: "gather parameters"}
     beside = {0: "last backward", 1: "last backward, first forward", 2: "first forward"}
+    if stage.shard_degree:
+        per_step |= {
+            2: "gather parameters, sum gradients over groups",
+            3: "sum gradients over groups",
+        }
+        beside[2] = beside[1]
     if plan.gradient_order == "priority":
         beside[0] = "last backward, next forward"
     names = {own.algorithm for own in stage.gradient_sums}

@@ -23,6 +23,7 @@ from autoparallel.planner.graph.layout import (
     sent_axes,
     split_axes,
 )
+from autoparallel.planner.graph.state_sharding import state_sharding
 from autoparallel.planner.plan import ExpertPlacement, Plan, StagePlan, rows_text
 from autoparallel.planner.summary import mesh_text
 
@@ -53,7 +54,11 @@ def mesh_splits(plan: Plan) -> Iterator[tuple[Mesh, dict[int, StagePlan], tuple[
 def stored_text(members: Iterable[StagePlan]) -> str:
     """Describe the share of a weight that a rank stores under ZeRO 3; "" without ZeRO 3."""
     sharding = [stage for stage in members if stage.zero == 3]
-    sizes = {stage.mesh.num_ranks(axes) for stage in sharding for axes in stage.state_axes}
+    sizes = {
+        state_sharding(stage.mesh, axes, stage.shard_degree).num_shards
+        for stage in sharding
+        for axes in stage.state_axes
+    }
     if not sizes:
         return ""
     shares = " or ".join(f"1/{size}" for size in sorted(sizes))
@@ -200,6 +205,8 @@ def _axis_line(stage: StagePlan, axis: str) -> str:
     ways = "".join(f"; {WAYS[way]}" for way in attention_ways(stage, place) if way in WAYS)
     sends = _hidden_text(stage) if any(place in sent_axes(node) for node in ops) else ""
     states = f"; {ZERO_WORDS[stage.zero]}" if axis != "tp" and stage.zero else ""
+    if states and stage.shard_degree:
+        states += f", within groups of {stage.shard_degree} ranks"
     split = f"{axis}={stage.mesh.shape[place]} shards {num_split} of {len(ops)} ops"
     return f"{split}{reason}{sums}{ways}{sends}{states}"
 

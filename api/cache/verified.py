@@ -38,7 +38,7 @@ def _path(plan: Plan) -> Path:
         (
             stage.devices,
             stage.mesh,
-            stage.zero,
+            (stage.zero, stage.shard_degree),
             sorted(stage.layouts.items()),
             stage.shares,
             [block.recompute for block in stage.blocks],

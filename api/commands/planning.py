@@ -137,8 +137,8 @@ def simulate(
         typer.Option(
             "--parallel",
             help="the configuration, joined by commas: dp=2,tp=2,pp=2 cp=1 ep=1 zero=1 "
-            "recompute=full microbatches=8 schedule=1f1b chunks=1; default: dp takes the remaining "
-            "devices, the others are 1 or none",
+            "shard=2 recompute=full microbatches=8 schedule=1f1b chunks=1; default: dp takes the "
+            "remaining devices, the others are 1 or none",
         ),
     ] = "",
     options: PlanOptions,

@@ -165,9 +165,9 @@ class PlanOptions:
     max_tp: int | None = option(None, "the largest tensor-parallel degree", min=1)
     allow: tuple[str, ...] = option(
         (),
-        "allow only these features of their group: dp tp pp cp sp ep, zero1 zero2 zero3, selective "
-        "full, 2d-mesh 3d-mesh mixed-stages branches uneven-shares, schedules by name; ssp and "
-        "asp, which change what a step computes, are used only if allowed here",
+        "allow only these features of their group: dp tp pp cp sp ep, zero1 zero2 zero3 hsdp, "
+        "selective full, 2d-mesh 3d-mesh mixed-stages branches uneven-shares, schedules by name; "
+        "ssp and asp, which change what a step computes, are used only if allowed here",
         type=SEVERAL,
         metavar="FEATURE,…",
         read=texts,

@@ -170,6 +170,8 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
         yield f"without {' and '.join(forced.all_reduces)}", cluster, free
     if forced.zero is not None and forced.zero < 3:
         yield without("zero", f"zero={forced.zero}")
+    if forced.shard is not None:
+        yield without("shard", f"shard={forced.shard}")
     if forced.schedule is not None:
         yield without("schedule", f"schedule={forced.schedule}")
     for name in ("dp", "tp", "pp", "cp", "ep", "etp"):

@@ -29,7 +29,7 @@ from autoparallel.analysis.sharding import (
 )
 from autoparallel.options.words import bytes_text, names_text, ranks_text, seconds_text
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.summary import mesh_text
+from autoparallel.planner.summary import mesh_text, zero_text
 from autoparallel.report.printing import WIDTH, bars, list_table, plain_table
 
 SHORT_ALTERNATIVES, SHORT_CATEGORIES = 3, 3
@@ -46,7 +46,8 @@ def stages(plan: Plan, *, limit: int) -> RenderableType:
     """
     every = stage_rows(plan)
     shown = [every[index] for index in shown_stages(every, limit)]
-    has_zero = len({row["zero"] for row in every}) > 1  # the headline has it if equal
+    shardings = {(row["zero"], row["shard_degree"]) for row in every}
+    has_zero = len(shardings) > 1  # the headline has it if equal
     rows = [STAGE_TITLES, *map(_stage_cells, shown)]
     sides = ["left"] * FIRST_FIGURE + ["right"] * (len(STAGE_TITLES) - FIRST_FIGURE)
     columns = list(zip(sides, *rows, strict=True))
@@ -81,7 +82,7 @@ def _stage_cells(row: StageRow) -> tuple[str, ...]:
         names_text(row["blocks"]),
         ranks_text(row["ranks"]),
         row["mesh"],
-        str(row["zero"]),
+        zero_text(row["zero"], row["shard_degree"])[len("ZeRO ") :],
         seconds_text(row["forward_seconds"]),
         seconds_text(row["backward_seconds"]),
         bytes_text(row["memory_bytes"]),

@@ -295,6 +295,7 @@ class _StageWriter:
             parts += [f"means={tuple(sorted(program.means))}"] * bool(program.means)
         if plan.zero:
             parts.append(f"zero={plan.zero}")
+            parts += [f"degree={plan.shard_degree}"] * bool(plan.shard_degree)
         if plan.zero == 3:
             self.uses.add("GatheredWeight")
             parts.append("weight=GatheredWeight")

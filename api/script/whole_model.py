@@ -32,11 +32,13 @@ from autoparallel.script.stages import WRAPPERS, index_range, split_index
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """Script that trains the user's module. ``units`` are modules whose weights are sharded
+    """Script that trains the user's module by ZeRO within groups of ``degree`` ranks (0: over all
+    ranks). ``units`` are modules whose weights are sharded
     together; ``recomputed`` modules run again in the backward; ``rows`` are inputs with a row per
     sample."""
 
     zero: int
+    degree: int
     units: tuple[str, ...]
     recomputed: Mapping[str, str]
     rows: tuple[str, ...]
@@ -55,7 +57,8 @@ class WholeModel:
                 f"{INDENT}module = model.get_submodule(name)",
                 f"{INDENT}module.forward = partial({wrapper}, module.forward{option})",
             ] * bool(names)
-        options = f", units={names_text(self.units)}" if self.units else ""
+        options = f", degree={self.degree}" if self.degree else ""
+        options += f", units={names_text(self.units)}" if self.units else ""
         lines.append(
             f"return ModelTrainer(model, loss_of, count, device, zero={self.zero}{options})"
         )
@@ -115,7 +118,8 @@ def whole_model(found: ExportedPlan, module: str) -> WholeModel | None:
         return None
     dims = captured.example.dims if captured.example is not None else {}
     rows = tuple(name for name, place in captured.inputs.items() if place.path in dims)
-    return WholeModel(stage.zero, units if stage.zero else (), recomputed, rows, loss)
+    degree = stage.shard_degree if stage.zero else 0
+    return WholeModel(stage.zero, degree, units if stage.zero else (), recomputed, rows, loss)
 
 
 def _units(model: nn.Module, blocks: Iterable[BlockProgram]) -> list[str]:

@@ -23,7 +23,7 @@ from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems.deepspeed import CHECKPOINTING, WITHOUT_PIPELINE
 from autoparallel.systems.deepspeed import config as deepspeed_config
 from autoparallel.systems.features import FEATURES
-from autoparallel.systems.system import RECIPE, Deviation, Files, System, WriterInput
+from autoparallel.systems.system import RECIPE, Deviation, Files, System, WriterInput, whole_shard
 
 CONFIG = "accelerate.yaml"
 
@@ -123,9 +123,10 @@ def to_supported(own: Configuration) -> Configuration:
     )
     match backend_of(own):
         case "fsdp":
+            own = replace(own, shard=whole_shard(own))
             return replace(own, zero=max(own.zero, 2), gradient_dtype="master")
         case "deepspeed":
-            return replace(own, zero=max(own.zero, 1))
+            return replace(own, zero=max(own.zero, 1), shard=None)
         case _:
             return replace(own, zero=0, offload="none")
 
@@ -141,6 +142,13 @@ def backend_lost(own: Configuration) -> list[Deviation]:
                 "ZeRO 0, 1 or 2 beside tensor or context parallelism",
                 "FSDP 2 that keeps parameters gathered between forward and backward "
                 "(reshard_after_forward false): it shards gradients and parameters too",
+            )
+        )
+    if own.shard_degree and own.num_microbatches > 1:
+        lost.append(
+            Deviation(
+                "shards of gradients summed over groups once a step",
+                "summed over groups after every micro-batch",
             )
         )
     if own.offload == "optimizer":
@@ -204,7 +212,7 @@ def launch_config(job: WriterInput) -> dict[str, Any]:
         }
     if backend == "fsdp":
         found["fsdp_config"] = {f"fsdp_{name}": value for name, value in fsdp(own).items()}
-        if own.tp * own.cp > 1:
+        if own.tp * own.cp > 1 or own.shard_degree:
             found["parallelism_config"] = {
                 f"parallelism_config_{name}": value for name, value in parallelism(own).items()
             }
@@ -226,9 +234,10 @@ def fsdp(own: Configuration) -> dict[str, Any]:
 
 def parallelism(own: Configuration) -> dict[str, int]:
     """Return the keyword arguments of Accelerate's ``ParallelismConfig``: parallel degrees."""
+    shards = (own.shard_degree or own.dp * own.cp) // own.cp
     return {
-        "dp_replicate_size": 1,
-        "dp_shard_size": own.dp,
+        "dp_replicate_size": own.dp // shards,
+        "dp_shard_size": shards,
         "cp_size": own.cp,
         "tp_size": own.tp,
     }
@@ -266,7 +275,7 @@ def write_arguments(job: WriterInput) -> Files:
     own = job.configuration
     texts = {ARGUMENTS: json.dumps(arguments(job), indent=2) + "\n"}
     start = torchrun(job.plan.cluster)
-    if backend_of(own) == "fsdp" and own.tp * own.cp > 1:
+    if backend_of(own) == "fsdp" and (own.tp * own.cp > 1 or own.shard_degree):
         texts[CONFIG] = yaml_text(launch_config(job))
         start = launcher(job)
     notes = [

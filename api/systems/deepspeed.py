@@ -14,7 +14,7 @@ from typing import Any
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.schedules.catalogue import SCHEDULES
-from autoparallel.systems.system import ONE_CHAIN, RECIPE, Files, System, WriterInput
+from autoparallel.systems.system import ONE_CHAIN, OVER_ALL, RECIPE, Files, System, WriterInput
 
 CONFIG = "ds_config.json"
 
@@ -40,6 +40,7 @@ WITHOUT_PIPELINE = {
 
 LIMITS = {
     **WITHOUT_PIPELINE,
+    "hsdp": OVER_ALL,
     "sp": "norms on whole sequences",
     "cp": "data parallelism, or tensor parallelism where the batch has too few samples; its "
     "sequence parallelism is written in the model's code",
@@ -88,6 +89,7 @@ def to_supported(own: Configuration) -> Configuration:
         own,
         ep=gcd(own.ep, own.dp),  # its groups of experts are of data-parallel ranks alone
         etp=None,
+        shard=None,  # MiCS, its sharding within groups, is for ZeRO 3 and models made for it
         zero=max(own.zero, 1) if own.offload == "optimizer" else own.zero,
         recompute="none" if own.recompute == "none" else "full",
         recompute_share=1.0,

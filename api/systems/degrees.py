@@ -73,6 +73,7 @@ def configuration_of(plan: Plan) -> Configuration:
         ep=roles.ep,
         etp=1 if roles.folds else None,
         zero=0 if plan.servers is not None else max(stage.zero for stage in plan.stages),
+        shard=_shard(plan, roles),
         recompute=recompute,
         recompute_share=_recomputed_share(plan),
         recomputes_ends=_recomputes_ends(plan, recompute),
@@ -88,6 +89,14 @@ def configuration_of(plan: Plan) -> Configuration:
         gradient_dtype=plan.model.gradient_dtype,
         offload=plan.offload,
     )
+
+
+def _shard(plan: Plan, roles: Roles) -> int | None:
+    """Return the number of ranks that shard states together if all stages have this number, smaller
+    than that of their data-parallel ranks; None otherwise."""
+    found = {stage.shard_degree for stage in plan.stages}
+    degree = found.pop() if len(found) == 1 else 0
+    return degree if degree and (roles.dp * roles.cp) % degree == 0 else None
 
 
 def _divisor(number: int, most: int) -> int:

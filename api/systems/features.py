@@ -38,6 +38,7 @@ FEATURES = {
     "zero2": "ZeRO 2",
     "zero3": "ZeRO 3",
     "mixed-zero": "ZeRO stages that differ by pipeline stage",
+    "hsdp": "ZeRO within groups of ranks",
     "selective": "selective recomputation",
     "full": "full recomputation",
     "mixed-recompute": "recomputation of some layers",
@@ -168,6 +169,8 @@ def _states(plan: Plan) -> Iterator[Feature]:
     zeros = [stage.zero for stage in plan.stages]
     if max(zeros) and plan.servers is None:
         yield Feature(f"zero{max(zeros)}", f"ZeRO {max(zeros)}")
+    if within := sorted({stage.shard_degree for stage in plan.stages if stage.shard_degree}):
+        yield Feature("hsdp", f"ZeRO within groups of {' or '.join(map(str, within))} ranks")
     if len(set(zeros)) > 1:
         yield Feature("mixed-zero", f"ZeRO stages {', '.join(map(str, zeros))} of its stages")
     if plan.offload == "optimizer":

@@ -215,6 +215,11 @@ def _batch(job: WriterInput) -> Iterator[tuple[str, ...]]:
 def _states(own: Configuration) -> Iterator[tuple[str, ...]]:
     if own.dp * own.cp > 1:
         yield ("--overlap-grad-reduce",)
+    if own.shard_degree:
+        groups = own.dp * own.cp // own.shard_degree
+        yield "--num-distributed-optimizer-instances", str(groups)
+        if own.zero > 1:
+            yield "--outer-dp-sharding-strategy", "no_shard"
     if own.zero == 1:
         yield ("--use-distributed-optimizer",)
         if own.dp * own.cp > 1:

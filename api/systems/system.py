@@ -70,6 +70,9 @@ PIPELINES = {
 }
 """Replacements of plan features that training systems with pipelines lack."""
 
+OVER_ALL = "states sharded over all data-parallel ranks"
+"""Replacement of ZeRO within groups of ranks."""
+
 RECIPE = (
     "learning rate, weight decay, clipping and steps are no part of a plan: the defaults of the "
     "system hold where you give none"
@@ -187,6 +190,7 @@ class System:
         files = self.write(WriterInput(plan, cost.configuration, config, place))
         lost = (
             *differences(self, features_of(plan)),
+            *_wider_sharding(self, plan, chosen),
             *_more_recompute(self, planned, chosen),
             *files.lost,
         )
@@ -233,6 +237,14 @@ def expert_differences(job: WriterInput) -> Iterator[Deviation]:
             "whole experts on each tensor-parallel rank",
             "a part of every expert on each tensor-parallel rank",
         )
+
+
+def _wider_sharding(system: System, plan: Plan, chosen: Configuration) -> Iterator[Deviation]:
+    """Yield a difference from the plan if it shards states within groups of ranks, which a system
+    has, but not in the configuration ``chosen``."""
+    within = next((own for own in features_of(plan) if own.name == "hsdp"), None)
+    if within is not None and "hsdp" not in system.limits and not chosen.shard_degree:
+        yield Deviation(within.text, OVER_ALL)
 
 
 def _more_recompute(
@@ -297,10 +309,22 @@ def _fold_degrees(own: Configuration, system: System, batch: int) -> Configurati
                 fix=f"plan with a global batch of a multiple of {parts * spare}",
             )
         kept["tp"] *= spare // more
-    folded = replace(own, **kept)
+    folded = replace(own, shard=None, **kept)
     if folded.pp > 1:
         return folded
     return replace(folded, schedule="1f1b", num_chunks=1, layers=None)
+
+
+def whole_shard(own: Configuration) -> int | None:
+    """Return the number of ranks that shard states together in a system that shards them over all
+    context-parallel ranks, and experts over all ranks of a group; None for all data-parallel ranks.
+
+    >>> whole_shard(Configuration(dp=4, cp=2, zero=3, shard=4))
+    4
+    """
+    degree, tensors = own.shard_degree, own.tp if own.etp == 1 else 1
+    fits = degree and degree % own.cp == 0 and (degree * tensors) % own.ep == 0
+    return degree if fits else None
 
 
 def stage_layers(own: Configuration, num_layers: int) -> tuple[int, ...]:
@@ -345,6 +369,7 @@ def _facts(
         "names_of": system.version,
         "degrees": {name: getattr(own, name) for name in DEGREES},
         "zero": own.zero,
+        "shard": own.shard_degree or None,
         "recompute": own.recompute,
         "schedule": own.schedule,
         "microbatch_size": own.microbatch_size,

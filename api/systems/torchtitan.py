@@ -28,6 +28,7 @@ from autoparallel.systems.system import (
     WriterInput,
     expert_differences,
     stage_layers,
+    whole_shard,
 )
 from autoparallel.systems.torchtitan_models import (
     ModelText,
@@ -123,6 +124,7 @@ def to_supported(own: Configuration) -> Configuration:
         own = replace(own, zero=1 if own.pp > 1 else 2)
     return replace(
         own,
+        shard=whole_shard(own),
         etp=1 if own.ep > 1 else None,
         recomputes_ends=False,
         gradient_dtype="master",
@@ -144,7 +146,8 @@ def _lost(job: WriterInput) -> Iterator[Deviation]:
             "whole states on every data-parallel rank (ZeRO 0)",
             "FSDP that keeps parameters gathered, which context and expert parallelism need",
         )
-    if _replicates(own) and own.dp > 1 and own.pp == 1 and own.num_microbatches > 1:
+    sums_once = own.shard_degree or (_replicates(own) and own.dp > 1)
+    if sums_once and own.pp == 1 and own.num_microbatches > 1:
         yield Deviation("gradients summed once a step", "gradients summed after every micro-batch")
 
 
@@ -216,10 +219,10 @@ def _trainer(job: WriterInput, layers: tuple[int, ...]) -> str:
 
 def _parallelism(job: WriterInput) -> dict[str, object]:
     own = job.configuration
-    replicates = _replicates(own)
+    shards = 1 if _replicates(own) else (own.shard_degree or own.dp * own.cp) // own.cp
     found: dict[str, object] = {
-        "data_parallel_replicate_degree": own.dp if replicates else 1,
-        "data_parallel_shard_degree": 1 if replicates else own.dp,
+        "data_parallel_replicate_degree": own.dp // shards,
+        "data_parallel_shard_degree": shards,
         "fsdp_reshard_after_forward": "always" if own.zero == 3 else "never",
         "tensor_parallel_degree": own.tp,
         "enable_sequence_parallel": own.sequence_parallel is not False,

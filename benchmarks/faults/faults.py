@@ -146,8 +146,8 @@ FAULTS = (
     Fault(
         "shard-offset",
         "runtime/parameters/parameters.py",
-        "first = min(start + place * rows, stop)",
-        "first = min(start + (place // 2) * rows, stop)",
+        "first = min(start + place % shards * rows, stop)",
+        "first = min(start + (place % shards // 2) * rows, stop)",
         "tests/runtime/test_materialize.py",
     ),
     # gradients are not clipped
@@ -338,8 +338,8 @@ FAULTS = (
     Fault(
         "zero-1-unsharded",
         "passes/memory/stage_memory.py",
-        "shard_axes(spec, layout, mesh, self.stage.zero)",
-        "shard_axes(spec, layout, mesh, self.stage.zero - 1)",
+        "shard_axes(spec, layout, mesh, zero, degree)",
+        "shard_axes(spec, layout, mesh, zero - 1, degree)",
         "tests/passes/memory/test_stage_memory.py",
     ),
     # gradients are summed over as many axes as the bucket that has the fewest

@@ -16,7 +16,14 @@ from torch import fx
 from ...planner import ops as rules
 from ...planner.errors import PlanError
 from ...planner.graph.graph import Block, Blocks, Graph, Ref, TensorSpec
-from ...planner.graph.layout import INVARIANT, REPLICATE, Layout, Mesh, boundary_layout
+from ...planner.graph.layout import (
+    INVARIANT,
+    REPLICATE,
+    Layout,
+    Mesh,
+    boundary_layout,
+)
+from ...planner.graph.state_sharding import StateSharding, state_sharding
 from ...planner.kernels.recompute import Storages, find_replay
 from ...planner.kernels.tiles import last_region
 from ...planner.plan import Plan, Recompute, StagePlan
@@ -50,11 +57,15 @@ class ParameterProgram:
     shared: bool
 
 
-def shard_axes(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> tuple[int, ...]:
+def shard_axes(
+    spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int, degree: int = 0
+) -> tuple[int, ...]:
     """Return the mesh axes over whose ranks together ZeRO stage ``zero`` shards a parameter: the
-    joint axes on which it is whole. Frozen parameters are sharded only by stage 3: in lower stages
-    every rank holds the whole parameter anyway, so a shard would only add memory. Scalars, complex
-    and quantized parameters are never sharded.
+    joint axes on which it is whole. With ``degree`` it is sharded over those of them that are in a
+    group of this many neighbours, and replicated in others: not at all if that is one. Frozen
+    parameters are sharded only by stage 3: in lower stages every rank holds the whole parameter
+    anyway, so a shard would only add memory. Scalars, complex and quantized parameters are never
+    sharded.
 
     >>> from autoparallel.planner.graph.layout import shard
     >>> spec = TensorSpec((4, 4), "float32", requires_grad=True)
@@ -63,11 +74,14 @@ def shard_axes(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> tuple
     (0, 1)
     >>> shard_axes(spec, (REPLICATE, shard(0), REPLICATE), mesh, zero=1)
     (0,)
+    >>> shard_axes(spec, (REPLICATE, shard(0), REPLICATE), mesh, zero=1, degree=2)
+    ()
     """
     is_whole = not spec.shape or spec.is_complex or spec.stored
     if is_whole or zero <= (0 if spec.requires_grad else 2):
         return ()
-    return tuple(axis for axis in mesh.joint_axes if not layout[axis].is_shard)
+    axes = tuple(axis for axis in mesh.joint_axes if not layout[axis].is_shard)
+    return axes if state_sharding(mesh, axes, degree).num_shards > 1 else ()
 
 
 def shard_dim(shape: Sequence[int], shards: int) -> int:
@@ -114,7 +128,8 @@ class StageProgram:
     inputs of blocks that depend on all rows of a step. ``kept`` are values that leave the stage but
     go to no other: inputs of the next slice of the sequences, or outputs that the model's caller
     differentiates. ``share``: this rank's rows of a micro-batch if the batch is split unevenly;
-    shapes and layouts then belong to an even split of ``share.batch_size`` rows.
+    shapes and layouts then belong to an even split of ``share.batch_size`` rows. ``shard_degree``:
+    see ``StagePlan``.
     """
 
     index: int
@@ -137,18 +152,27 @@ class StageProgram:
     counting: Counting | None = None
     share: RowShare | None = None
     kept: tuple[str, ...] = ()
+    shard_degree: int = 0
 
     def shard_axes(self, name: str, zero: int) -> tuple[int, ...]:
         """Return the mesh axes over which ZeRO stage ``zero`` shards a parameter of the stage.
         Parameters that several blocks use are gathered together, so they are sharded over the axes
         that are the same for all of them."""
         own = self.parameters[name]
-        axes = shard_axes(own.spec, own.layout, self.mesh, zero)
+        axes = self._shard_axes(own, zero)
         if not own.shared:
             return axes
         shared = [each for each in self.parameters.values() if each.shared]
-        sets = [shard_axes(each.spec, each.layout, self.mesh, zero) for each in shared]
-        return tuple(axis for axis in axes if all(axis in each for each in sets if each))
+        sets = [self._shard_axes(each, zero) for each in shared]
+        axes = tuple(axis for axis in axes if all(axis in each for each in sets if each))
+        return axes if self.sharding(axes).num_shards > 1 else ()
+
+    def _shard_axes(self, held: ParameterProgram, zero: int) -> tuple[int, ...]:
+        return shard_axes(held.spec, held.layout, self.mesh, zero, self.shard_degree)
+
+    def sharding(self, axes: tuple[int, ...]) -> StateSharding:
+        """Return how ZeRO divides the ranks along ``axes`` (``shard_axes``) of a parameter."""
+        return state_sharding(self.mesh, axes, self.shard_degree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +326,7 @@ def build_stage(
         updates_once=not graph.accumulation.mixing,
         means=frozenset(graph.accumulation.means) & leaves.keys(),
         num_microbatches=plan.num_microbatches,
+        shard_degree=own.shard_degree,
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from ...planner.costs.conversions import transfers
 from ...planner.graph.layout import Mesh, local_region
-from ...planner.plan import Plan, StagePlan, joint_axes
+from ...planner.plan import Plan, StagePlan, grouped_axes, joint_axes
 from ...planner.variants.replicas import placed_stages
 from ..local.stage_cut import Boundary, with_replicas
 
@@ -37,6 +37,7 @@ def num_communicators(plan: Plan, crossing: Sequence[Boundary]) -> Counter[int]:
         is_world = len(mesh.shape) == 1 and mesh.size == world
         axes = 0 if is_world else sum(size > 1 for size in mesh.shape)
         joint = sum(mesh.num_ranks(own) < world for own in joint_axes(members))
+        joint += 2 * len(grouped_axes(members))
         for device in devices:
             found[device] += axes + joint
     lanes = set[Lane]()

@@ -21,6 +21,7 @@ from functools import cached_property
 from ...cost_model.ops.memory import exchange_bytes
 from ...planner.evaluate.block_walk import BlockCost
 from ...planner.evaluate.stage_walk import StageWalk
+from ...planner.graph.state_sharding import state_sharding
 from ...planner.stage.kind_model import GATHERED_BLOCKS
 from ...planner.stage.stage_cost import combine_bytes
 from .saved_tensors import BUFFERS, Moment, StageActivations
@@ -114,7 +115,7 @@ class PricedStage:
             own = whole if zero >= 2 and not self.splits else 0.0
             yield {SAVED: kept + late, GRADIENTS: gradients + own, **taken}
             if zero == 1 and moment.is_last:
-                gradients -= reduced * (1 - 1 / self.walk.prices.shards)
+                gradients -= reduced * (1 - 1 / self._shards)
             if zero >= 2 or moment.is_last:
                 yield {SAVED: kept + late, GRADIENTS: gradients, **taken, **self._sums(reduced)}
                 summed = reduced * self._copies if zero else min(reduced, BUCKET_BYTES)
@@ -134,8 +135,14 @@ class PricedStage:
         input, this rank's shard and, on gloo, a copy of the input."""
         if not self.walk.stage.zero:
             return {}
-        copies = self._copies + 1 / self.walk.prices.shards
+        copies = self._copies + 1 / self._shards
         return {COMMUNICATION: reduced * copies, WORKING: 0.0}
+
+    @property
+    def _shards(self) -> int:
+        """Number of ranks over which ZeRO shards a replicated parameter."""
+        mesh = self.walk.stage.mesh
+        return state_sharding(mesh, mesh.joint_axes, self.walk.stage.shard_degree).num_shards
 
     @property
     def _copies(self) -> int:
@@ -147,7 +154,7 @@ class PricedStage:
         """Return the unsharded bytes of a block's parameters that ZeRO shards, in the compute dtype
         and in the dtype in which gradients are summed. They follow from the block's buffer bytes,
         by the inverse of ``cost_model.ops.memory.exchange_bytes``."""
-        rules, shards = self.walk.prices.policy, self.walk.prices.shards
+        rules, shards = self.walk.prices.policy, self._shards
         each = exchange_bytes(2, rules, self.walk.stage.zero, shards) / 2
         numel = block.states.gathered / each if each else 0.0
         return numel * rules.gathered_bytes, numel * rules.gradient_bytes

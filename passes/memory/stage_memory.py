@@ -31,6 +31,7 @@ from ...planner.evaluate.stage_walk import StageWalk
 from ...planner.evaluate.step import schedule_of, splits_backward
 from ...planner.graph.graph import Blocks, Graph, TensorSpec
 from ...planner.graph.layout import Layout, Mesh, local_shape
+from ...planner.graph.state_sharding import state_sharding
 from ...planner.plan import Plan, StagePlan
 from ...planner.schedules.held import MessageBytes, sends_kept
 from ...planner.stage.stage_cost import TRANSIENT, combine_bytes
@@ -320,7 +321,8 @@ class _Stage:
         )
         kinds = tuple((block.kind, block.recompute) for block in stage.blocks)
         layouts, placed = frozenset(stage.layouts.items()), [e.pairs for e in stage.placements]
-        return kinds, stage.mesh, stage.shares, stage.zero, layouts, tuple(placed), ends
+        sharding = stage.zero, stage.shard_degree
+        return kinds, stage.mesh, stage.shares, sharding, layouts, tuple(placed), ends
 
     def with_reserves(self, found: Bytes, groups: Mapping[int, int]) -> Bytes:
         """Return the stage's bytes ``found`` with added reserves: the CUDA context, communicators
@@ -384,7 +386,9 @@ class _Stage:
         spec, mesh = self.graph[name].spec, self.stage.mesh
         layout = self.stage.leaf_layout(name, self.blocks)
         shape = local_shape(spec.shape, layout, mesh.shape)
-        shards = mesh.num_ranks(shard_axes(spec, layout, mesh, self.stage.zero))
+        zero, degree = self.stage.zero, self.stage.shard_degree
+        axes = shard_axes(spec, layout, mesh, zero, degree)
+        shards = state_sharding(mesh, axes, degree).num_shards
         return padded_numel(shape, shards) // shards, shards
 
     def _add_parameter(self, found: Bytes, name: str, rules: PrecisionPolicy) -> None:

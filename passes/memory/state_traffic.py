@@ -94,9 +94,10 @@ class StateTraffic:
         self.shared = self._owner([n for n in declared if declared[n].shared], parameters)
 
     def _owner(self, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> Owner:
-        mesh, declared = self.program.mesh, self.program.parameters
+        program, mesh, declared = self.program, self.program.mesh, self.program.parameters
         names = [name for name in names if name in parameters]
-        own = {name: mesh.num_ranks(self.program.shard_axes(name, self.zero)) for name in names}
+        axes = {name: program.shard_axes(name, self.zero) for name in names}
+        own = {name: program.sharding(axes[name]).num_shards for name in names}
         own = {name: shards for name, shards in own.items() if shards > 1}
         padded = {name: padded_numel(parameters[name].shape, own[name]) for name in own}
         trained = [name for name in own if parameters[name].requires_grad]

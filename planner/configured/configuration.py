@@ -31,6 +31,8 @@ class Configuration:
     ``dp`` ranks split the batch. ``ep`` ranks hold different experts: data-parallel ranks if ``dp``
     is a multiple of ``ep``, else tensor- and context-parallel ranks too (``folded``). ``etp`` sets
     the number of tensor-parallel ranks that share each expert instead: 1, or all ``tp``.
+    ``shard``: number of neighbouring data-parallel ranks that shard states under ZeRO (default:
+    all).
     ``microbatch_size``: rows of a micro-batch over all data-parallel ranks. ``num_chunks``: stages
     per pipeline rank. ``num_slices``: slices of sequences, for TeraPipe. ``layers``: number of
     layers of each stage (default: even). ``recompute`` applies to every block, or to layers alone
@@ -48,6 +50,7 @@ class Configuration:
     ep: int = 1
     etp: int | None = None
     zero: int = 0
+    shard: int | None = None
     recompute: Recompute = "none"
     microbatch_size: int = 1
     num_microbatches: int = 1
@@ -71,6 +74,7 @@ class Configuration:
     def completed(cls, choices: Forced, num_devices: int, **others: Any) -> Configuration:
         """Return the configuration of ``choices``, with ``dp`` from the remaining devices and other
         degrees 1 by default. ``others``: fields that ``choices`` lacks, or that override it.
+        Raises UsageError AP121 for ``shard`` without ZeRO.
 
         >>> Configuration.completed(Forced(tp=2, zero=1), 8, precision="bf16").dp
         4
@@ -78,6 +82,14 @@ class Configuration:
         names = cls.__dataclass_fields__
         known = {name: value for name, value in choices.decided.items() if name in names}
         own = cls(**{"num_chunks": choices.least_chunks, **known, **others})
+        if own.shard is not None and not own.zero:
+            raise UsageError(
+                "AP121",
+                f"shard={own.shard} without zero",
+                why="shard is the number of ranks over which ZeRO 1 to 3 shards states",
+                where="--parallel",
+                fix="zero=1, 2 or 3, or leave shard out",
+            )
         left = max(1, num_devices // (own.tp * own.pp * own.cp))
         return own if "dp" in known else replace(own, dp=left)
 
@@ -113,6 +125,12 @@ class Configuration:
     def data_ep(self) -> int:
         """Return the number of data-parallel ranks that hold different experts."""
         return folded_axes(self.ep, self.dp, self.tp, self.cp, self.etp)[1]
+
+    @property
+    def shard_degree(self) -> int:
+        """Return the ``StagePlan.shard_degree`` of each stage."""
+        is_part = self.zero and self.shard is not None and self.shard < self.dp * self.cp
+        return self.shard or 0 if is_part else 0
 
     @property
     def mesh(self) -> Mesh:

@@ -26,6 +26,7 @@ from ...cost_model.simulator.timeline import Timeline
 from .. import ops as default_rules
 from ..costs.basis import DEFAULT, Basis
 from ..costs.choices import Restriction
+from ..costs.mesh_prices import NO_GROUPS
 from ..costs.precision import with_precision
 from ..costs.price_cache import PriceCache
 from ..costs.prices import Prices
@@ -52,7 +53,7 @@ from ..plan import (
     StagePrediction,
 )
 from ..requests.goal import Budget
-from ..requests.options import check_experts
+from ..requests.options import check_experts, check_shard
 from ..requests.pins import Pin, by_template, check_priced, pinned_blocks
 from ..requests.request import Forced
 from ..schedules.held import MessageBytes, messages_held, sends_kept
@@ -224,6 +225,7 @@ class ConfigurationPricer:
             layouts,
             StagePrediction({}, {}),
             placements=placements,
+            shard_degree=own.shard_degree,
         )
 
     @property
@@ -270,6 +272,7 @@ class ConfigurationPricer:
         before, here = (range(first, first + own.mesh.size) for first in firsts)
         link = cluster.send_link(before, here)
         # the cluster lives as long as its id is used
+        basis = self.basis.without_tiles if own.compiled else self.basis
         known = self._prices.setdefault((id(cluster), *own.form), (cluster, PriceCache()))
         prices = Prices(
             own.mesh,
@@ -280,7 +283,7 @@ class ConfigurationPricer:
             default_rules,
             known[1],
             profile=self.basis.used,
-            assumptions=(self.basis.without_tiles if own.compiled else self.basis).assumptions,
+            assumptions=basis.with_shard_degree(own.shard_degree or NO_GROUPS).assumptions,
             states=own.states,
         )
         key = (
@@ -366,6 +369,8 @@ def _check(
     own, total = configuration, cluster.num_devices
     degrees = Forced(dp=own.dp, tp=own.tp, cp=own.cp, ep=own.ep, etp=own.etp)
     check_experts(degrees, experts_of_layers(graph))
+    if own.shard is not None and own.num_devices == total:
+        check_shard(replace(degrees, pp=own.pp, shard=own.shard), total, own.mesh)
     if own.num_devices != total:
         raise UsageError(
             "AP127",

@@ -21,7 +21,7 @@ from ..graph.graph import Blocks
 from ..kernels.recompute import RecomputedPart
 from ..kernels.tiles import MOST_TILES
 from ..ops.experts import ExpertKernels
-from ..plan import Mode, Plan, Precision
+from ..plan import Mode, Plan, Precision, StagePlan
 from .expert_loads import ExpertLoads
 from .precision import EIGHT_BITS
 
@@ -165,6 +165,8 @@ class CostAssumptions:
     (``planner.kernels.tiles``). ``copies_states``: parameters and gradients pass through buffers in
     ZeRO 2 and 3 (not in XLA).
     ``attention``: kernel of fused attention, if a device has an efficiency for it.
+    ``shard_degree``: number of neighbouring ranks over which ZeRO shards instead of over all: 0 for
+    those of one host or all, 1 for always all.
     """
 
     policy: PrecisionPolicy | None = None
@@ -185,6 +187,7 @@ class CostAssumptions:
     copies_states: bool = True
     attention: AttentionKernel = "flash"
     tiles: int = 1
+    shard_degree: int = 1
 
     @property
     def keeps_sent(self) -> bool:
@@ -201,7 +204,9 @@ class CostAssumptions:
         return self.dispatcher != "gather"
 
 
-RUNTIME = CostAssumptions(dispatcher="alltoall", hides_exchanges=True, tiles=MOST_TILES)
+RUNTIME = CostAssumptions(
+    dispatcher="alltoall", hides_exchanges=True, tiles=MOST_TILES, shard_degree=0
+)
 """Assumptions that hold for this package's own runtime."""
 
 
@@ -230,9 +235,17 @@ class Basis:
         """Return the same source of prices for a program that runs no ops tile by tile."""
         return replace(self, assumptions=replace(self.assumptions, tiles=1))
 
-    def assumptions_in(self, plan: Plan) -> CostAssumptions:
-        """Return the assumptions about the program that runs ``plan``."""
-        return replace(self.assumptions, tiles=min(self.assumptions.tiles, plan.most_tiles))
+    def with_shard_degree(self, degree: int) -> Basis:
+        """Return the same source of prices with another ``CostAssumptions.shard_degree``."""
+        return replace(self, assumptions=replace(self.assumptions, shard_degree=degree))
+
+    def assumptions_in(self, plan: Plan, stage: StagePlan) -> CostAssumptions:
+        """Return the assumptions about the program that runs a stage of ``plan``."""
+        return replace(
+            self.assumptions,
+            tiles=min(self.assumptions.tiles, plan.most_tiles),
+            shard_degree=stage.shard_degree or 1,
+        )
 
 
 DEFAULT = Basis()

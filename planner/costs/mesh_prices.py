@@ -7,14 +7,18 @@ device's memory bandwidth.
 
 A parameter that is whole on an axis has a partial gradient there, summed once per step (once per
 micro-batch under ZeRO 2 and 3). One collective shards its states, or sums its gradient, over all
-data-, expert- and context-parallel ranks that hold it whole (``Mesh.joint_axes``).
+data-, expert- and context-parallel ranks that hold it whole (``Mesh.joint_axes``), or over those of
+a group of neighbours, usually of one host; then each shard of the gradient is summed over the
+groups once per step (hybrid sharding, Zhao et al. 2023, "PyTorch FSDP", section 3.2.2).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from ...cost_model.cluster.cluster import Cluster, Device, Source
 from ...cost_model.collectives.collectives import (
@@ -37,6 +41,7 @@ from ...cost_model.profile.lookup import Profile
 from ...cost_model.profile.transfers import TransferCurve, transfer_curve
 from ..graph.graph import TensorSpec
 from ..graph.layout import Layout, Mesh
+from ..graph.state_sharding import StateSharding, joint_groups, state_sharding
 from ..ops import Rules
 from ..plan import Precision
 from .basis import RUNTIME, CostAssumptions, CostQueries
@@ -47,6 +52,21 @@ STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
 """ZeRO's collectives by their names in a profile, which include copies to and from buffers."""
 
 
+ZEROS = (0, 1, 2, 3)
+
+ONE_HOST, NO_GROUPS = 0, 1
+"""Values of ``CostAssumptions.shard_degree``: ZeRO shards over all ranks or over those of one host;
+always over all ranks. Another value forces this number of ranks."""
+
+
+class Sharding(NamedTuple):
+    """Choice how to shard the states of a stage: ZeRO stage, and number of neighbouring ranks in a
+    group that shards them; 0 if all ranks that hold a parameter whole are one group."""
+
+    zero: int
+    degree: int = 0
+
+
 @dataclass(frozen=True)
 class MeshPrices:
     """Prices of collectives and states on ``mesh``, on the cluster's ``ranks`` in row-major order.
@@ -54,7 +74,8 @@ class MeshPrices:
     ``cache`` may be shared by all uses with one cluster and one graph. ``asked`` records every new
     query. With ``only``, seconds from other sources count as zero. ``own``: the ranks that compute,
     if ranks differ in their compute. ``ranks_on_host``: the least number of ranks on a host,
-    which send to other hosts at once.
+    which send to other hosts at once. ``shardings``: choices of ZeRO; ``shard_groups``: the slowest
+    ranks that shard states within a group, and that replicate them, if a choice has groups.
     """
 
     mesh: Mesh
@@ -76,6 +97,9 @@ class MeshPrices:
     policy: PrecisionPolicy = field(init=False)
     speed: str = field(init=False, repr=False)
     converted: ConversionCache = field(init=False, repr=False, compare=False)
+    shardings: tuple[Sharding, ...] = field(init=False, repr=False)
+    shard_groups: tuple[Group, ...] = field(init=False, repr=False)
+    _divided: dict[Mesh, Self] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -90,6 +114,14 @@ class MeshPrices:
         set_field(self, "policy", policy_on(self.device.kind, rules))
         key = (self.mesh, self.groups, self.profile, self.only)
         set_field(self, "converted", find(self.cache.conversions, key, ConversionCache))
+        degree = self._group_degree()
+        within = tuple(Sharding(zero, degree) for zero in ZEROS[1:] if degree)
+        set_field(self, "shardings", (*map(Sharding, ZEROS), *within))
+        set_field(self, "_divided", {})
+        sharding = state_sharding(self.mesh, self.mesh.joint_axes, degree)
+        along = [sharding.sharded, sharding.replicated] if degree else []
+        groups = (self._on(sharding.mesh).group(*own) for own in along)
+        set_field(self, "shard_groups", tuple(groups))
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -106,7 +138,51 @@ class MeshPrices:
             self.profile,
             self.only,
             self.assumptions,
+            self.shardings,
+            self.shard_groups,
         )
+
+    def _group_degree(self) -> int:
+        """Return the number of ranks of a group that may shard states instead of all ranks: the
+        requested number, or of each host's ranks if every host has several; 0 without groups."""
+        degree, joint = self.assumptions.shard_degree, self.mesh.joint_axes
+        if degree == ONE_HOST and self.group(*(joint or (0,))).num_hosts > 1:
+            host_of = self.cluster.host_of
+            hosts = [[host_of[self.ranks[i]] for i in own] for own in self.mesh.groups(*joint)]
+            sizes = {len([*run]) for own in hosts for _, run in groupby(own)}
+            degree = sizes.pop() if len(sizes) == 1 else NO_GROUPS
+        is_part = 1 < degree < self.shards
+        return degree if is_part and joint_groups(self.mesh, degree) is not None else 0
+
+    def sharding_number(self, sharding: Sharding) -> int:
+        """Return the number of a choice among ``shardings``."""
+        return self.shardings.index(sharding)
+
+    def allowed_shardings(self, zeros: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers of the allowed ``shardings``, given the allowed ZeRO stages: only 0 if
+        the mesh cannot shard states. The last has the least states."""
+        if self.shards == 1:
+            return (0,)
+        is_forced = self.assumptions.shard_degree not in (ONE_HOST, NO_GROUPS)
+        degrees = {own.degree for own in self.shardings if own.degree or not is_forced} or {0}
+        allowed = [
+            (zero == ZEROS[-1], bool(zero) and not degree, number)
+            for number, (zero, degree) in enumerate(self.shardings)
+            if zero in zeros and degree in degrees and (zero or not is_forced)
+        ]
+        return tuple(number for *_, number in sorted(allowed))
+
+    def sharding_more(self, number: int, zeros: Sequence[int]) -> tuple[int, ...]:
+        """Return the number of a choice among ``shardings`` and of the allowed choices that shard
+        more states than it, or the same over more ranks."""
+        own = self.shardings[number]
+        more = {
+            each
+            for each in self.allowed_shardings(zeros)
+            if self.shardings[each].zero > own.zero
+            or (self.shardings[each].zero == own.zero and own.degree)
+        }
+        return (number, *sorted(more - {number}, key=self.shardings.__getitem__))
 
     def group(self, *axes: int) -> Group:
         """Return the slowest of the groups of ranks along the mesh axes ``axes``."""
@@ -174,9 +250,11 @@ class MeshPrices:
         """Return the number of ranks that ZeRO shards a replicated parameter over."""
         return self.mesh.num_ranks(self.mesh.joint_axes)
 
-    def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
+    def parameter(
+        self, spec: TensorSpec, held: Layout, zero: int, degree: int = 0
+    ) -> tuple[Seconds, StateBytes]:
         """Return a parameter's seconds (gathers, gradient sum, optimizer step) and bytes per rank.
-        ``held``: layout in which it is stored; ``zero``: ZeRO stage.
+        ``held``: layout in which it is stored; ``zero``, ``degree``: as in ``Sharding``.
 
         Latencies of collectives over the ranks that shard states are not included, as a block's
         parameters travel together; ``block_sync`` has them once per block.
@@ -185,17 +263,23 @@ class MeshPrices:
         gradient_bytes = numel * self.policy.gradient_bytes
         joint = self.mesh.joint_axes
         axes = tuple(axis for axis in joint if not held[axis].is_shard)
-        shards = self.mesh.num_ranks(axes)
+        if zero and state_sharding(self.mesh, axes, degree).num_shards == 1:
+            zero = 0
+        sharding = state_sharding(self.mesh, axes, degree if zero else 0)
+        shards = sharding.num_shards
         if not spec.requires_grad:
             if spec.stored:
                 return Seconds(), StateBytes(parameters=spec.stored_bytes)
-            return self._frozen(numel, zero if shards > 1 else 0, axes)
+            return self._frozen(numel, zero if shards > 1 else 0, sharding)
         seconds = Seconds()
         if shards > 1:
-            gather = self._streamed("all_gather", numel * self.policy.gathered_bytes, axes)
+            gather = self._streamed("all_gather", numel * self.policy.gathered_bytes, sharding)
             sync: CollectiveKind = "reduce_scatter" if zero else "all_reduce"
-            seconds = self._states_of(zero, gather, self._streamed(sync, gradient_bytes, axes))
+            seconds = self._states_of(
+                zero, gather, self._streamed(sync, gradient_bytes, sharding), sharding
+            )
             seconds = seconds.plus(self._copies(zero, numel, numel))
+            seconds = seconds.plus(self._sum_of_groups(gradient_bytes // shards, sharding))
         sharded = shards if zero else 1
         for axis, placement in enumerate(held):
             if not placement.is_shard and axis not in joint and self.mesh.shape[axis] > 1:
@@ -207,10 +291,38 @@ class MeshPrices:
         gathered = exchange_bytes(numel, self.policy, zero, shards)
         return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
 
-    def _states_of(self, zero: int, gather: float, sync: float) -> Seconds:
+    def _sum_of_groups(self, num_bytes: float, sharding: StateSharding) -> Seconds:
+        """Return the seconds per step of summing shards of gradients over the groups of ranks that
+        each shard states, beside the last backward: without latency, or that alone for one byte."""
+        if sharding.num_replicas == 1:
+            return Seconds()
+        prices, axes = self._on(sharding.mesh), sharding.replicated
+        summed = prices.collective("all_reduce", 1, *axes)
+        if num_bytes > 1:
+            summed = max(0.0, prices.collective("all_reduce", num_bytes, *axes) - summed)
+        return Seconds(gradient_sync=summed, sync_slowed=self._share_of_sums(sharding) * summed)
+
+    def _share_of_sums(self, sharding: StateSharding, kind: CollectiveKind = "all_reduce") -> float:
+        """Return the fraction of compute lost while gradients are summed. On a CPU the host waits
+        for ``fully_shard``'s sums over groups, and for the reduce-scatters before them."""
+        if sharding.num_replicas > 1 and self.device.kind == "cpu":
+            return 1.0
+        return self._slowed_share(kind)
+
+    def _on(self, mesh: Mesh) -> Self:
+        """Return the prices on ``mesh``, this mesh or the same with an axis divided in two."""
+        if mesh == self.mesh:
+            return self
+        if mesh not in self._divided:
+            own = replace(self.assumptions, shard_degree=NO_GROUPS)
+            self._divided[mesh] = replace(self, mesh=mesh, assumptions=own)
+        return self._divided[mesh]
+
+    def _states_of(self, zero: int, gather: float, sync: float, sharding: StateSharding) -> Seconds:
         """Return the seconds of ``gather`` (parameters) and ``sync`` (gradients), each given as the
         seconds of one collective, as often as the ZeRO stage runs them."""
-        summed = self._slowed_share("reduce_scatter" if zero else "all_reduce") * sync
+        kind: CollectiveKind = "reduce_scatter" if zero else "all_reduce"
+        summed = self._share_of_sums(sharding, kind) * sync
         if zero == 0:
             return Seconds(gradient_sync=sync, sync_slowed=summed)
         gathered = self._slowed_share("all_gather") * gather
@@ -258,17 +370,17 @@ class MeshPrices:
     def _state_group(self) -> Group:
         return self.group(*(self.mesh.joint_axes or (0,)))
 
-    @property
-    def shares_links(self) -> bool:
+    def shares_links(self, degree: int = 0) -> bool:
         """Return whether collectives of states use the same links as the stage's others.
 
-        Collectives over several hosts are limited by the links between hosts.
+        Collectives over several hosts are limited by the links between hosts. If groups of
+        ``degree`` ranks shard states, both kinds of links are used.
         """
         own = self.mesh.joint_axes or (0,)
         sizes = enumerate(self.mesh.shape)
         others = [self.groups[axis] for axis, size in sizes if axis not in own and size > 1]
         crosses = self._state_group.num_hosts > 1
-        return any((group.num_hosts > 1) == crosses for group in others)
+        return any(degree or (group.num_hosts > 1) == crosses for group in others)
 
     def _update(self, numel: float) -> float:
         """Return the seconds of the optimizer's step on ``numel`` elements of a parameter."""
@@ -287,34 +399,37 @@ class MeshPrices:
         rate = self.device.memory_bytes_per_second * self.device.efficiency.get("copy", 1.0)
         return Priced(numel * step_bytes(self.policy) / rate, 0.0, "spec")
 
-    def _frozen(self, numel: int, zero: int, axes: tuple[int, ...]) -> tuple[Seconds, StateBytes]:
+    def _frozen(self, numel: int, zero: int, sharding: StateSharding) -> tuple[Seconds, StateBytes]:
         """Return seconds and bytes of a frozen parameter of ``numel`` elements: whole on every
-        rank, or sharded over ``axes`` and gathered under ZeRO 3."""
+        rank, or sharded and gathered under ZeRO 3."""
         gathered_bytes = numel * self.policy.gathered_bytes
         if zero < 3:
             return Seconds(), StateBytes(parameters=gathered_bytes)
-        held = state_bytes(numel, self.policy.frozen, zero, self.mesh.num_ranks(axes))
-        gather = self._streamed("all_gather", gathered_bytes, axes)
-        seconds = self._states_of(zero, gather, 0.0).plus(self._copies(zero, numel, 0))
+        held = state_bytes(numel, self.policy.frozen, zero, sharding.num_shards)
+        gather = self._streamed("all_gather", gathered_bytes, sharding)
+        seconds = self._states_of(zero, gather, 0.0, sharding).plus(self._copies(zero, numel, 0))
         return seconds, StateBytes(parameters=held.parameters, gathered=gathered_bytes)
 
-    def _streamed(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
-        return max(0.0, self._states(kind, num_bytes, axes) - self._states(kind, 1, axes))
+    def _streamed(self, kind: str, num_bytes: float, sharding: StateSharding) -> float:
+        whole, latency = (self._states(kind, each, sharding) for each in (num_bytes, 1))
+        return max(0.0, whole - latency)
 
-    def _states(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
+    def _states(self, kind: str, num_bytes: float, sharding: StateSharding) -> float:
         """Return the seconds of ZeRO's collective ``kind``, with its copies if measured."""
-        return self.collective(kind, num_bytes, *axes, measured_as=STATE_KINDS.get(kind))
+        prices, measured_as = self._on(sharding.mesh), STATE_KINDS.get(kind)
+        return prices.collective(kind, num_bytes, *sharding.sharded, measured_as=measured_as)
 
-    def block_sync(self, zero: int) -> Seconds:
+    def block_sync(self, zero: int, degree: int = 0) -> Seconds:
         """Return the latencies of a block's parameter gathers and gradient sums, which
         ``parameter`` leaves out."""
         axes = self.mesh.joint_axes
         if not axes:
             return Seconds()
         sync: CollectiveKind = "reduce_scatter" if zero else "all_reduce"
-        return self._states_of(
-            zero, self._states("all_gather", 1, axes), self._states(sync, 1, axes)
-        )
+        sharding = state_sharding(self.mesh, axes, degree if zero else 0)
+        gather, summed = (self._states(kind, 1, sharding) for kind in ("all_gather", sync))
+        found = self._states_of(zero, gather, summed, sharding)
+        return found.plus(self._sum_of_groups(1, sharding))
 
 
 HOST_EFFICIENCY = 0.5

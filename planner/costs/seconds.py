@@ -273,7 +273,7 @@ def _after(values: Floats) -> Floats:
 
 
 def seconds_of_passes(
-    seconds: Floats, groups: Groups, shares_links: bool
+    seconds: Floats, groups: Groups, shares_links: bool | NDArray[np.bool_]
 ) -> tuple[Any, Any, Any, Any]:
     """Return a stage's seconds: a micro-batch's forward, its backward, the wait before a step's
     first forward for gathered parameters, and the time after the last backward.
@@ -294,7 +294,7 @@ def seconds_of_passes(
         whole = seconds[..., Resource[f"{direction}_COMPUTE"]]
         communication = seconds[..., Resource[f"{direction}_COMMUNICATION"]]
         own = of(Resource[f"{direction}_COMPUTE"])
-        hides = whole if shares_links else whole + communication
+        hides = np.where(shares_links, whole, whole + communication)
         total = (groups.counts * own).sum(axis=-1)
         scale = np.divide(hides, total, out=np.zeros_like(total), where=total > 0)
         compute.append(own * scale[..., None])

@@ -29,6 +29,7 @@ from ..costs.kept_bytes import (
     weight_grad_seconds,
     working_bytes,
 )
+from ..costs.mesh_prices import Sharding
 from ..costs.others_beside import seconds_beside
 from ..costs.prices import Prices, Seconds, StateBytes, sent_again
 from ..graph.graph import Block, Blocks, Graph, Node, Ref
@@ -43,13 +44,14 @@ from ..variants.slice_costs import carried_bytes
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """Facts shared by all blocks of a stage. ``link`` is the link from the previous stage.
+    """Facts shared by all blocks of a stage. ``sharding``: of its states. ``link`` is the link from
+    the previous stage.
     ``slices``: lengths of sequence slices. ``splits``: whether the backward defers weight
     gradients."""
 
     graph: Graph
     prices: Prices
-    zero: int
+    sharding: Sharding
     link: Link
     slices: tuple[int, ...] = ()
     splits: bool = False
@@ -129,12 +131,12 @@ class _BlockWalk:
     def cost(self) -> BlockCost:
         again_bytes, late = self._block()
         states = [
-            self.prices.parameter(self.graph[name].spec, held, self.setting.zero)
+            self.prices.parameter(self.graph[name].spec, held, *self.setting.sharding)
             for (name, held), shared in zip(self.parameters.items(), self.reads.shared, strict=True)
             if not shared
         ]
         if self.reads.block.parameters:
-            self._add(self.prices.block_sync(self.setting.zero))
+            self._add(self.prices.block_sync(*self.setting.sharding))
         for seconds, _ in states:
             self._add(seconds)
         total = StateBytes(*map(sum, zip(*(own for _, own in states), strict=True)))

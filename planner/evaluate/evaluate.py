@@ -368,7 +368,7 @@ def stage_prices(
         asked=asked,
         only=basis.only,
         own=ranks,
-        assumptions=basis.assumptions_in(plan),
+        assumptions=basis.assumptions_in(plan, stage),
         states=plan.states,
     )
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...cost_model.cluster.cluster import Cluster, Link
 from ...cost_model.ops.memory import reserve_bytes
+from ..costs.mesh_prices import Sharding
 from ..costs.price_cache import PriceCache
 from ..costs.prices import Prices, Rules, Seconds, StateBytes
 from ..costs.seconds import Groups
@@ -80,7 +81,8 @@ class Walked:
             prices.assumptions.tiles,
             setting.splits,
             setting.graph.batch_size,
-            setting.zero,
+            setting.sharding,
+            prices.shard_groups,
             setting.slices,
             setting.link,
             prices.cluster.joins_hosts(setting.link),
@@ -116,8 +118,9 @@ class StageWalk:
         before = self.plan.stages[self.index - 1].devices
         link = _entry_link(self.prices.cluster, before, stage.devices)
         halves = splits(self.plan.schedule)
+        sharding = Sharding(stage.zero, stage.shard_degree)
         self.setting = StageFacts(
-            self.graph, self.prices, stage.zero, link, self.plan.slices, splits=halves
+            self.graph, self.prices, sharding, link, self.plan.slices, splits=halves
         )
         self.costs = self.walked.of_setting(self.setting)
         number = self.walked.number
@@ -148,7 +151,7 @@ class StageWalk:
             kept,
             late if self.setting.splits else None,
             self._groups(),
-            self.prices.shares_links,
+            self.prices.shares_links(self.stage.shard_degree),
             sum(each.hidden_seconds for each in self.found),
         )
 
@@ -162,9 +165,9 @@ class StageWalk:
     def of_shared(self) -> list[tuple[Seconds, StateBytes]]:
         """Return, for each parameter that several blocks use, the seconds per step of its states
         and its bytes per rank."""
-        zero, prices = self.stage.zero, self.prices
+        sharding, prices = self.setting.sharding, self.prices
         held = self.shared.items()
-        return [prices.parameter(self.graph[name].spec, layout, zero) for name, layout in held]
+        return [prices.parameter(self.graph[name].spec, each, *sharding) for name, each in held]
 
     def _block(self, reads: Reads, mode: Recompute) -> BlockCost:
         """Return a block's cost; record the layouts of the values that it receives and sends."""

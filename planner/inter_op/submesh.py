@@ -30,6 +30,7 @@ from ..graph.expert_dims import expert_dims, is_expert_layer
 from ..graph.graph import Graph, Node
 from ..graph.layout import AxisStrategy, Mesh
 from ..graph.positions import Strategies
+from ..graph.state_sharding import joint_groups
 from ..ops import Rules
 from ..ops.attention import is_attention
 from ..requests.request import Forced, Request, divisors, folded_axes
@@ -128,8 +129,10 @@ class Proposals:
             if forced.ep is None and (forced.cp or 1) == 1:
                 degrees |= dict.fromkeys(self._experts_split(parts, tp, rows, host_size))
         for dp, tp, cp, ep in degrees:
-            if forced.dp in (None, dp * ep) and forced.tp in (None, tp):
-                yield mesh_of(dp, tp, cp, ep)
+            mesh = mesh_of(dp, tp, cp, ep)
+            shards = forced.shard is None or joint_groups(mesh, forced.shard) is not None
+            if shards and forced.dp in (None, dp * ep) and forced.tp in (None, tp):
+                yield mesh
 
     def _positions_split(
         self, parts: int, tp: int, rows: int
@@ -212,7 +215,9 @@ def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]
             continue
         if host_size > 1 and host_size % tp and forced.tp is None and forced.dp is None:
             continue
-        found.append(mesh_of(dp // data_ep, tp, cp, data_ep))
+        mesh = mesh_of(dp // data_ep, tp, cp, data_ep)
+        if forced.shard is None or joint_groups(mesh, forced.shard) is not None:
+            found.append(mesh)
     return tuple(found)
 
 

@@ -91,8 +91,8 @@ class IntraOp:
 
     @property
     def zeros(self) -> tuple[int, ...]:
-        """Return the allowed ZeRO stages; only 0 if the mesh cannot shard states."""
-        return self.limits.zeros if self.model.prices.shards > 1 else (0,)
+        """Return the allowed choices of ZeRO, by their numbers in ``Prices.shardings``."""
+        return self.model.prices.allowed_shardings(self.limits.zeros)
 
     @property
     def modes(self) -> tuple[Recompute, ...]:

@@ -28,7 +28,7 @@ from ..stage.stage_problem import (
     context_bytes,
 )
 from ..stage.structure import Run
-from ..stage.terms import HELD_STATES, KEPT, RECEIVED, SECONDS, UNRECOMPUTED, ZEROS
+from ..stage.terms import HELD_STATES, KEPT, RECEIVED, SECONDS, UNRECOMPUTED
 from .elimination import Floats
 
 SAME = 1 + 1e-9
@@ -159,7 +159,9 @@ class Pool:
         """Return, as ``[solution, zero]``, the seconds per micro-batch, and lower bounds of them
         that hold however ZeRO's collectives overlap compute. ``figures[solution, zero,
         amount]``."""
-        shares_links = self.model.prices.shares_links
+        prices = self.model.prices
+        degrees = [prices.shardings[zero].degree for zero in self.zeros]
+        shares_links = np.array([prices.shares_links(degree) for degree in degrees])
         seconds, received = figures[..., SECONDS], figures[..., RECEIVED].sum(axis=-1)
         groups = self._groups(run)
         forward, backward, gather, end = seconds_of_passes(seconds, groups, shares_links)
@@ -196,7 +198,9 @@ class Pool:
     def _row(self, row: CostRow) -> Floats:
         """Return the amounts without recomputation, in every solution, of a row of a stage's cost.
         Cached."""
-        known = self._rows.get(row, np.zeros((0, len(ZEROS), UNRECOMPUTED.stop)))
+        known = self._rows.get(
+            row, np.zeros((0, len(self.model.prices.shardings), UNRECOMPUTED.stop))
+        )
         if len(known) < len(self.entries):
             listed = self._listed[len(known) :]
             new = [own.table.row(row).amounts[:, UNRECOMPUTED] for own in listed]

@@ -304,19 +304,19 @@ class Interleaving:
     def _fitted(
         self, stages: list[RankStage], limit: float
     ) -> tuple[tuple[RecomputePolicy, ...], int]:
-        """Return the recomputation policies of a rank's stages, and their ZeRO stage: the
-        pipeline's, or a higher ZeRO stage if they do not fit."""
+        """Return the recomputation policies of a rank's stages, and their choice of ZeRO: the
+        pipeline's, or a choice that shards more if they do not fit."""
         request = self.context.request
-        zero = stages[0].zero
+        zero, prices = stages[0].zero, stages[0].table.problem.model.prices
         found: tuple[tuple[RecomputePolicy, ...], int] | None = None
-        for number in sorted({zero, *(own for own in request.zeros if own > zero)}):
+        for number in prices.sharding_more(zero, request.zeros):
             own = [replace(stage, zero=number) for stage in stages]
             policies = recomputed_to_fit(own, limit, request.recomputations)
             if found is None or number == zero:
                 found = policies, number
             if fits(own, policies, limit):
                 return policies, number
-        assert found is not None, "there is one ZeRO stage at least"
+        assert found is not None, "there is one choice at least"
         return found
 
 

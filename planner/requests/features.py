@@ -22,7 +22,7 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "parallelism": ("dp", "tp", "pp", "cp", "sp", "ep"),
-    "zero": ("zero1", "zero2", "zero3"),
+    "zero": ("zero1", "zero2", "zero3", "hsdp"),
     "recompute": ("selective", "full"),
     "shapes": ("2d-mesh", "3d-mesh", "mixed-stages", "branches", "uneven-shares"),
     "memory": ("offload", "tiles"),
@@ -37,7 +37,8 @@ positions; ``ep``: weights of experts split by expert; ``selective``, ``full``: 
 for parallel branches; ``uneven-shares``: unequal batch shares for unlike devices; ``offload``:
 masters and optimizer states in host memory; ``tiles``: full recomputation runs the last ops of a
 block tile by tile; ``gather``, ``ring``, ``ulysses``: attention on an axis ``cp`` gathers keys and
-values, passes them from rank to rank, or splits heads after an all-to-all.
+values, passes them from rank to rank, or splits heads after an all-to-all; ``hsdp``: ZeRO within
+groups of ranks.
 """
 
 CHANGES = ("servers", "ssp", "asp")
@@ -100,7 +101,7 @@ def features_of(allow: Iterable[str], deny: Iterable[str], schedules: tuple[str,
     a group denies the rest of the group. Raises UsageError AP185 and AP186.
 
     >>> sorted(features_of(["zero1"], ["pp"], ("1f1b", "gpipe")).denied)
-    ['pp', 'zero2', 'zero3']
+    ['hsdp', 'pp', 'zero2', 'zero3']
     """
     groups = {**GROUPS, "schedules": schedules}
     allowed, denied = _expanded(allow, groups, "--allow"), _expanded(deny, groups, "--deny")

@@ -14,7 +14,8 @@ from ..dims.batch import meeting, meeting_text
 from ..errors import UsageError
 from ..graph.expert_dims import experts_of_layers, is_expert_layer
 from ..graph.graph import Graph
-from ..graph.layout import SLICED
+from ..graph.layout import SLICED, Mesh
+from ..graph.state_sharding import joint_groups
 from ..ops.experts import sent_strategies
 from ..schedules.schedules import (
     LOOPED,
@@ -54,6 +55,26 @@ def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) 
             "AP127",
             f"{said} does not divide the cluster's {total} devices",
             fix=f"degrees whose product divides {total}: {', '.join(map(str, divisors(total)))}",
+        )
+    check_shard(forced, total)
+
+
+def check_shard(forced: Forced, num_devices: int, mesh: Mesh | None = None) -> None:
+    """Raise UsageError AP127 if groups of ``shard`` neighbours cannot divide the data-parallel
+    ranks, or those of ``mesh`` in their order."""
+    given, shard = [forced.dp, forced.cp, forced.tp, forced.pp], forced.shard or 1
+    dp, cp, tp, pp = (degree or 1 for degree in given)
+    said, ranks = f"the {num_devices // (tp * pp)} ranks left for it", num_devices // (tp * pp)
+    if forced.dp is not None:
+        said, ranks = f"dp={dp}" + (f" × cp={cp}" if cp > 1 else ""), dp * cp
+    possible = [each for each in divisors(ranks) if mesh is None or joint_groups(mesh, each)]
+    if shard not in possible:
+        raise UsageError(
+            "AP127",
+            f"shard={shard} does not divide {said}",
+            why="ZeRO shards states over groups of equally many neighbouring ranks",
+            where="--parallel",
+            fix=f"shard= one of {', '.join(map(str, possible[1:]))}, or leave shard out",
         )
 
 

@@ -107,11 +107,12 @@ class Forced:
     ``etp=k``: each expert is split by its inner width over all "tp" ranks (k of them) or none (1).
     ``sequence_parallel``: whether values between the parameters split by "tp" are split along
     positions. ``slices``: number of equal slices of sequences; with "auto", and with None under a
-    sliced schedule, the planner
-    chooses their lengths. ``allreduce``: algorithm of every gradient sum (``ALL_REDUCES``);
-    ``gradients``: order of the sums; both exclude ZeRO. ``offload``: see ``Plan``; with None,
-    states are offloaded if nothing fits otherwise. ``servers``: number of parameter servers, whose
-    ``place`` is on separate ranks or ``beside`` workers.
+    sliced schedule, the planner chooses their lengths. ``shard=k``: ZeRO shards states within
+    groups of k neighbours among the ranks that hold a parameter whole. ``allreduce``: algorithm of
+    every gradient sum (``ALL_REDUCES``); ``gradients``: order of the sums; both exclude ZeRO.
+    ``offload``: see ``Plan``; with None, states are offloaded if nothing fits otherwise.
+    ``servers``: number of parameter servers, whose ``place`` is on separate ranks or ``beside``
+    workers.
     """
 
     dp: int | None = None
@@ -121,6 +122,7 @@ class Forced:
     ep: int | None = None
     etp: int | None = None
     zero: int | None = None
+    shard: int | None = None
     recompute: Recompute | None = None
     schedule: str | None = None
     num_microbatches: int | None = None
@@ -147,6 +149,15 @@ class Forced:
         self._check_servers()
         if self.zero is not None and self.zero not in (0, 1, 2, 3):
             raise UsageError("AP121", f"zero={self.zero} is not one of 0, 1, 2 and 3")
+        if self.shard is not None and (self.shard < 2 or self.zero == 0 or self.all_reduces):
+            beside = [] if self.zero is None else [f"zero={self.zero}"]
+            raise UsageError(
+                "AP121",
+                " with ".join((f"shard={self.shard}", *beside, *self.all_reduces)),
+                why="shard is the number of ranks, 2 or more, over which ZeRO 1 to 3 shards states",
+                where="--parallel",
+                fix="zero=1, 2 or 3, or leave shard out",
+            )
         if self.offload not in (None, *get_args(Offload)):
             raise UsageError(
                 "AP190", f"offload={self.offload} is not one of {', '.join(get_args(Offload))}"
@@ -323,7 +334,14 @@ class Request:
         """Return the allowed ZeRO stages."""
         if self.forced.all_reduces:
             return (0,)
-        return self.features.zeros if self.forced.zero is None else (self.forced.zero,)
+        least = 1 if self.forced.shard is not None else 0
+        allowed = tuple(zero for zero in self.features.zeros if zero >= least)
+        return allowed if self.forced.zero is None else (self.forced.zero,)
+
+    @property
+    def shard_degree(self) -> int:
+        """Return the ``CostAssumptions.shard_degree`` that the request allows."""
+        return self.forced.shard or int(not self.features.allows("hsdp"))
 
     @property
     def recompute(self) -> Recompute | None:
@@ -354,6 +372,7 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
         )
     wanted = [name for name in ("dp", "tp", "pp", "cp", "ep") if (getattr(forced, name) or 1) > 1]
     wanted += [f"zero{forced.zero}"] if forced.zero else []
+    wanted += ["hsdp"] if forced.shard is not None else []
     wanted += [forced.recompute] if forced.recompute not in (None, "none") else []
     wanted += ["offload"] if forced.offload == "optimizer" else []
     wanted += [forced.schedule] if forced.schedule is not None else []

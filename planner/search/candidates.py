@@ -396,16 +396,16 @@ class Candidate:
         """Return the configuration as one line."""
         ranks: dict[int, RankSummary] = {}
         for (model, answer), choice in zip(self.answers, self.stages, strict=True):
-            mesh, zero = model.prices.mesh, answer.setting.zero
-            before = ranks.get(choice.first_device, RankSummary(mesh, zero, 0))
+            zero, degree = model.prices.shardings[answer.setting.zero]
+            new = RankSummary(model.prices.mesh, zero, 0, shard_degree=degree)
+            before = ranks.get(choice.first_device, new)
             num_full, num_selective = map(sum, answer.setting.policy)
-            ranks[choice.first_device] = RankSummary(
-                mesh,
-                zero,
-                before.num_blocks + choice.stop - choice.start,
-                before.num_full + num_full,
-                before.num_selective + num_selective,
-                answer.shares,
+            ranks[choice.first_device] = replace(
+                new,
+                num_blocks=before.num_blocks + choice.stop - choice.start,
+                num_full=before.num_full + num_full,
+                num_selective=before.num_selective + num_selective,
+                shares=answer.shares,
             )
         num_slices = len(self.slices.lengths) if self.slices is not None else 0
         schedule = schedule_text(self.schedule, self.num_chunks, num_slices)

@@ -210,11 +210,12 @@ def _stage(structure: Structure, best: Candidate, index: int, send: float) -> St
         ),
         devices=tuple(choice.devices),
         mesh=model.prices.mesh,
-        zero=answer.setting.zero,
+        zero=model.prices.shardings[answer.setting.zero].zero,
         layouts=dict(sorted(layouts.items())),
         prediction=prediction_of(best.costs[index], send),
         shares=answer.shares,
         placements=stage_placements(structure, model, layouts, (choice.start, choice.stop)),
+        shard_degree=model.prices.shardings[answer.setting.zero].degree,
     )
 
 

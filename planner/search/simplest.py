@@ -45,19 +45,22 @@ class Shape(NamedTuple):
     mesh_axes: int
     zero_stage: int
     recomputed_blocks: int
+    replicated_shards: bool
 
 
 def shape_of(candidate: Candidate) -> Shape:
     """Return the complexity of a candidate."""
     settings = [answer.setting for _, answer in candidate.answers]
+    shardings = [model.prices.shardings[own.setting.zero] for model, own in candidate.answers]
     return Shape(
         candidate.has_idle_axis,
         candidate.num_chunks,
         len(candidate.stages) // candidate.num_chunks,
         _schedule_number(candidate.schedule) if len(candidate.stages) > 1 else 0,
         max(sum(size > 1 for size in model.prices.mesh.shape) for model, _ in candidate.answers),
-        max(setting.zero for setting in settings),
+        max(own.zero for own in shardings),
         sum(sum(map(sum, setting.policy)) for setting in settings),
+        any(own.degree for own in shardings),
     )
 
 

@@ -74,7 +74,7 @@ class StageSolvers:
         prices, limits = problem.prices(rows, mesh, ranks), problem.limits_on(ranks)
         if link is None:
             link = problem.cluster.entry_link(first, mesh.size)
-        key = (rows, mesh, prices.groups, prices.speed, limits, link)
+        key = (rows, mesh, prices.groups, prices.speed, prices.shard_groups, limits, link)
         if key not in self.shared:
             model = StageModel(problem.tables.at(rows), prices, problem.restriction(mesh), link)
             self.shared[key] = IntraOp(model, limits, self.budget)

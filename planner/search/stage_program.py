@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import ops as default_rules
 from ..costs.basis import DEFAULT, Basis
+from ..costs.mesh_prices import Sharding
 from ..costs.price_cache import PriceCache
 from ..costs.prices import Prices, Rules
 from ..errors import UsageError
@@ -76,14 +77,15 @@ def stage_program(
     limit = memory_limit_bytes
     if limit is None:
         limit = float(plan.cluster.slowest_device(stage.devices).usable_memory_bytes)
+    stage_problem, planned = stage_problem_of(structure, run, stage, plan, rules, basis)
+    sharding = Sharding(stage.zero, stage.shard_degree)
     setting = StageOptions(
         plan.num_microbatches,
-        stage.zero,
+        stage_problem.model.prices.sharding_number(sharding),
         _policy(run, stage),
         held,
         None if minimized == "unlimited" else limit - _beside(plan, index),
     )
-    stage_problem, planned = stage_problem_of(structure, run, stage, plan, rules, basis)
     problem = stage_problem.linearized(setting)
     if minimized == "memory":
         problem = _of_memory(problem)
@@ -161,7 +163,7 @@ def stage_problem_of(
         rules,
         PriceCache(),
         profile=basis.used,
-        assumptions=basis.assumptions_in(plan),
+        assumptions=basis.assumptions_in(plan, stage),
         states=plan.states,
     )
     link = plan.cluster.entry_link(stage.devices[0], stage.mesh.size)

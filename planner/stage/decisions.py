@@ -31,7 +31,7 @@ from ..requests.pins import PENALTY_SECONDS, num_broken
 from .outline import Candidates, DecisionSpace, Ints, decision_space, structure_key
 from .outline import Choice as Choice
 from .outline import is_own_parameter as is_own_parameter
-from .terms import RECOMPUTED, SENT, ZEROS, ChoiceAmounts, Floats
+from .terms import RECOMPUTED, SENT, ChoiceAmounts, Floats
 
 MOST_COMPARED = 1 << 22
 """Maximum number of figures that are compared at once."""
@@ -100,8 +100,8 @@ def _priced(own: DecisionSpace, block: Block, graph: Graph, prices: Prices) -> C
                 skipped[mode, :, SENT] += kept[columns]
     for columns in own.rounds:
         skipped[:, :, SENT] -= hidden[columns]
-    seconds = np.repeat(total[None], len(ZEROS), axis=0)
-    states = np.zeros((len(ZEROS), number, len(State)))
+    seconds = np.repeat(total[None], len(prices.shardings), axis=0)
+    states = np.zeros((len(prices.shardings), number, len(State)))
     if own.held_rounds:
         converting, held, held_bytes = _holding_costs(own, graph, prices)
         for holdings in own.held_rounds:
@@ -154,11 +154,11 @@ def _holding_costs(
         for each in own.holdings
     ]
     costs = [
-        [prices.parameter(graph[name].spec, layout, zero) for name, layout in own.held]
-        for zero in ZEROS
+        [prices.parameter(graph[name].spec, layout, *sharding) for name, layout in own.held]
+        for sharding in prices.shardings
     ]
-    seconds = np.zeros((len(ZEROS), none + 1, len(Resource)))
-    states = np.zeros((len(ZEROS), none + 1, len(State)))
+    seconds = np.zeros((len(costs), none + 1, len(Resource)))
+    states = np.zeros((len(costs), none + 1, len(State)))
     seconds[:, :none] = np.array([[each for each, _ in row] for row in costs])[:, own.held_as]
     states[:, :none] = np.array([[each for _, each in row] for row in costs])[:, own.held_as]
     return converting, seconds, states
@@ -197,7 +197,10 @@ def parameter_decision(
 ) -> Decision:
     """Return the layout decision, with costs, of a parameter that is read more than once."""
     layouts = held_layouts(node, graph, prices, restriction)
-    costs = [[prices.parameter(node.spec, layout, zero) for layout in layouts] for zero in ZEROS]
+    costs = [
+        [prices.parameter(node.spec, layout, *sharding) for layout in layouts]
+        for sharding in prices.shardings
+    ]
     seconds = np.array([[own for own, _ in each] for each in costs])
     broken = [
         num_broken(layout, restriction.pins.get(node.name, ()), prices.mesh) for layout in layouts

@@ -41,7 +41,7 @@ from .recompute_policy import (
 from .stage_model import CostRow, StageModel
 from .stage_problem import StageOptions, StageProblem, constant_bytes, context_bytes
 from .structure import Run
-from .terms import BLOCK_MODES, KEPT, NUM_AMOUNTS, RECEIVED, SECONDS, ZEROS, Floats, total
+from .terms import BLOCK_MODES, KEPT, NUM_AMOUNTS, RECEIVED, SECONDS, Floats, total
 
 N = TypeVar("N", int, float)
 
@@ -252,7 +252,7 @@ class StageTable:
             for term in self.model.terms(row)
         ]
         amounts = total(terms, self.choices)
-        return RowCost(np.broadcast_to(amounts, (len(ZEROS), NUM_AMOUNTS)))
+        return RowCost(np.broadcast_to(amounts, (len(self.model.prices.shardings), NUM_AMOUNTS)))
 
     def choice(self, name: str) -> int:
         """Return the choice of the decision that lays out node ``name``."""
@@ -409,7 +409,7 @@ class StageTable:
             kept,
             late,
             self._groups_of(run, setting, of_kind),
-            self.model.prices.shares_links,
+            self.model.prices.shares_links(self.model.prices.shardings[setting.zero].degree),
         )
 
     def _groups_of(self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats]) -> Groups:

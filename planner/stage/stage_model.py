@@ -38,7 +38,6 @@ from .kind_model import KindModel as KindModel
 from .recompute_policy import RecomputePolicy
 from .structure import Edge, Occurrences, Row, Run, Structure, Use
 from .terms import (
-    ZEROS,
     Floats,
     Ints,
     PlacedTerm,
@@ -187,8 +186,8 @@ class StageModel:
         """Return ``[zero, Resource]``: the latencies of a block's parameter gathers and gradient
         sums; 0 without parameters."""
         if not block.parameters:
-            return np.zeros((len(ZEROS), len(Resource)))
-        return np.array([self.prices.block_sync(zero) for zero in ZEROS])
+            return np.zeros((len(self.prices.shardings), len(Resource)))
+        return np.array([self.prices.block_sync(*each) for each in self.prices.shardings])
 
     def _edges_inside(self, kind: str, where: Mapping[str, int]) -> tuple[Edge, ...]:
         """Return the values of a decision of the block that another decision of the block reads."""

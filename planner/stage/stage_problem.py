@@ -33,8 +33,8 @@ Solution = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """Options under which a stage is priced: ZeRO stage, micro-batches per step and in flight, and
-    recomputation.
+    """Options under which a stage is priced: choice of ZeRO (``zero``, its number in
+    ``Prices.shardings``), micro-batches per step and in flight, and recomputation.
 
     ``policy``: number of recomputed blocks of each class of equal blocks. ``limit_bytes`` limits
     the memory per device; ``memory_weight`` is a price in seconds per byte. ``halves``: under a

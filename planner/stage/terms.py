@@ -32,8 +32,6 @@ Ints = NDArray[np.int64]
 MOST_CELLS = 4_000_000
 """Maximum elements of a cost table; the integer program solves problems with larger tables."""
 
-ZEROS = (0, 1, 2, 3)
-
 BLOCK_MODES: tuple[Recompute, ...] = ("none", *RECOMPUTE_MODES)
 """Modes of a block: no recomputation, and the modes of ``RECOMPUTE_MODES``."""
 
@@ -100,8 +98,9 @@ def byte_weights(occurrences: Sequence[float], in_flight: int) -> Floats:
 @dataclass(frozen=True)
 class ChoiceAmounts:
     """Amounts of the choices of one or several decisions: ``seconds[zero, choice, Resource]``,
-    ``states[zero, choice, State]``, and ``skipped_seconds[mode, choice, 3]``, the forward seconds
-    (device, host, collectives) that each of ``RECOMPUTE_MODES`` does not rerun."""
+    ``states[zero, choice, State]``, where ``zero`` numbers ``Prices.shardings``, and
+    ``skipped_seconds[mode, choice, 3]``, the forward seconds (device, host, collectives) that each
+    of ``RECOMPUTE_MODES`` does not rerun."""
 
     seconds: Floats
     states: Floats
@@ -128,10 +127,10 @@ class ChoiceAmounts:
         own: Floats = self.seconds[0][:, None, RECOMPUTED] - self.skipped_seconds.swapaxes(0, 1)
         return own
 
-    def weighted(self, weights: Floats, zeros: Sequence[int] = ZEROS) -> Floats:
+    def weighted(self, weights: Floats, zeros: Sequence[int] | None = None) -> Floats:
         """Return ``[zero, choice]``: the sum of each choice's amounts, without kept bytes, times
         ``weights``."""
-        which = list(zeros)
+        which = list(range(len(self.seconds)) if zeros is None else zeros)
         found: Floats = np.zeros(())
         if weights[SECONDS].any():
             found = found + self.seconds[which] @ weights[SECONDS]
@@ -143,7 +142,7 @@ class ChoiceAmounts:
 
     def total(self, rows: Sequence[int]) -> Floats:
         """Return ``[zero, amount]``: the sum of the amounts of the choices numbered ``rows``."""
-        found = np.zeros((len(ZEROS), NUM_AMOUNTS))
+        found = np.zeros((len(self.seconds), NUM_AMOUNTS))
         which = list(rows)
         found[:, SECONDS] = self.seconds[:, which].sum(axis=1)
         found[:, STATES] = self.states[:, which].sum(axis=1)

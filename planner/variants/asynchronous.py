@@ -104,9 +104,10 @@ def check_forced(forced: Forced) -> None:
         return
     if forced.pp is None or forced.pp < 2:
         raise _refused(f"schedule={name} needs a pipeline of several ranks", fix="pp=2 or more")
-    if forced.zero:
+    if forced.zero or forced.shard:
+        asked = f"zero={forced.zero}" if forced.zero else f"shard={forced.shard}"
         raise _refused(
-            f"schedule={name} with zero={forced.zero}",
+            f"schedule={name} with {asked}",
             why="each stage keeps unsharded versions of its weights",
             fix="zero=0",
         )

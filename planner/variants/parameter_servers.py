@@ -119,7 +119,7 @@ def check_forced_servers(forced: Forced, cluster: Cluster) -> None:
     cluster has GPUs."""
     if forced.servers is None:
         return
-    others = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "chunks": 1}
+    others = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "shard": 1, "chunks": 1}
     for name, least in others.items():
         if (getattr(forced, name) or least) > least:
             raise UsageError(

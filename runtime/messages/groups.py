@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...planner.graph.layout import Mesh
-from ...planner.plan import Plan, StagePlan, joint_axes
+from ...planner.plan import Plan, StagePlan, grouped_axes, joint_axes
 from ...planner.variants.replicas import placed_stages
 
 MARGIN_SECONDS = 60.0
@@ -97,8 +97,10 @@ DATA_AXIS = "dp"
 
 JOINT = "joint"
 """Attribute of a stage's device mesh: a dict from each set of several axes along which ranks
-communicate as one group to a mesh of the same ranks, in which these axes are one, the first. It is
-no field of a subclass, as ``torch.load`` refuses DTensors on meshes of other classes."""
+communicate as one group, and 0, to a mesh of the same ranks, in which these axes are one, the
+first; and from axes over which ZeRO shards states in groups of k ranks, and k, to a mesh whose
+first axes are the groups and the ranks of a group. It is no field of a subclass, as ``torch.load``
+refuses DTensors on meshes of other classes."""
 
 
 def stage_mesh(stages: Sequence[StagePlan], device_type: str) -> DeviceMesh:
@@ -107,30 +109,40 @@ def stage_mesh(stages: Sequence[StagePlan], device_type: str) -> DeviceMesh:
     stage = stages[0]
     ranks = torch.tensor(stage.devices, dtype=torch.int).view(stage.mesh.shape)
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
-    setattr(mesh, JOINT, {axes: _joined(mesh, stage, axes) for axes in joint_axes(stages)})
+    keys = [*((axes, 0) for axes in joint_axes(stages)), *grouped_axes(stages)]
+    setattr(mesh, JOINT, {key: _joined(mesh, stage, *key) for key in keys})
     if mesh.get_coordinate() is not None:
         for group in mesh.get_all_groups():
             share_limit(group)
     return mesh
 
 
-def _joined(mesh: DeviceMesh, stage: StagePlan, axes: tuple[int, ...]) -> DeviceMesh | None:
-    """Make the mesh in which ``axes`` are one axis, with a new group of ranks; None on ranks
-    outside of the stage, which take part, since torch makes no parts of a mesh there."""
-    own = None
+def _joined(
+    mesh: DeviceMesh, stage: StagePlan, axes: tuple[int, ...], shards: int
+) -> DeviceMesh | None:
+    """Make the mesh in which ``axes`` are one axis, or two if ``shards``, with new groups of ranks;
+    None on ranks outside of the stage, which take part, since torch makes no parts of a mesh
+    there."""
+    own: list[dist.ProcessGroup] = []
     for members in stage.mesh.groups(*axes):
-        ranks = [stage.devices[index] for index in members]
-        is_world = len(ranks) == dist.get_world_size()
-        group = dist.group.WORLD if is_world else new_group(ranks)
-        own = group if dist.get_rank() in ranks else own
-    if own is None:
+        ranks = torch.tensor([stage.devices[index] for index in members])
+        rows = [*ranks.view(-1, shards).t(), *ranks.view(-1, shards)] if shards else [ranks]
+        for row in (each.tolist() for each in rows):
+            is_world = len(row) == dist.get_world_size()
+            group = dist.group.WORLD if is_world else new_group(row)
+            own += [group] if group is not None and dist.get_rank() in row else []
+    if not own:
         return None
     others = [axis for axis in range(mesh.ndim) if axis not in axes]
+    ranks = mesh.mesh.permute(*axes, *others).flatten(0, len(axes) - 1)
+    names = ["groups"] * bool(shards) + ["_".join(mesh_names(mesh, axes))]
+    if shards:
+        ranks = ranks.view(-1, shards, *ranks.shape[1:])
     return DeviceMesh.from_group(
-        [own, *(mesh.get_group(axis) for axis in others)],
+        [*own, *(mesh.get_group(axis) for axis in others)],
         mesh.device_type,
-        mesh.mesh.permute(*axes, *others).flatten(0, len(axes) - 1),
-        mesh_dim_names=("_".join(stage.mesh.axes[a] for a in axes), *mesh_names(mesh, others)),
+        ranks,
+        mesh_dim_names=(*names, *mesh_names(mesh, others)),
     )
 
 
@@ -139,17 +151,22 @@ def mesh_names(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[str, ...]:
     return tuple(names[axis] for axis in axes)
 
 
-def mesh_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
-    """Return the mesh of one axis that has this rank's group of the ranks along ``axes``."""
-    if len(axes) == 1:
+def mesh_along(mesh: DeviceMesh, axes: tuple[int, ...], shards: int = 0) -> DeviceMesh:
+    """Return the mesh of one axis that has this rank's group of the ranks along ``axes``; if they
+    are in groups of ``shards`` ranks, the mesh of two axes: the groups, and the ranks of a
+    group."""
+    if len(axes) == 1 and not shards:
         return mesh[mesh_names(mesh, axes)]
-    joint: DeviceMesh = getattr(mesh, JOINT)[axes]
-    return joint[mesh_names(joint, (0,))]
+    joint: DeviceMesh = getattr(mesh, JOINT)[axes, shards]
+    return joint[mesh_names(joint, (0, 1) if shards else (0,))]
 
 
-def mesh_beside(mesh: DeviceMesh, axes: tuple[int, ...], others: Sequence[int]) -> DeviceMesh:
-    """Return the mesh of the axes ``others``, to be combined with ``mesh_along(mesh, axes)``."""
-    root: DeviceMesh = mesh if len(axes) == 1 else getattr(mesh, JOINT)[axes]
+def mesh_beside(
+    mesh: DeviceMesh, axes: tuple[int, ...], others: Sequence[int], shards: int = 0
+) -> DeviceMesh:
+    """Return the mesh of the axes ``others``, to be combined with ``mesh_along``."""
+    is_alone = len(axes) == 1 and not shards
+    root: DeviceMesh = mesh if is_alone else getattr(mesh, JOINT)[axes, shards]
     return root[mesh_names(mesh, others)]
 
 

@@ -53,9 +53,11 @@ def shard_region(
     mesh: Mesh,
     coordinates: Sequence[int],
     axes: Sequence[int],
+    shards: int = 0,
 ) -> Region:
     """Return the index ranges (start, stop) of a parameter that the rank at ``coordinates`` of the
-    mesh holds, if ZeRO shards it over ``axes`` (``passes.local.stage_program.shard_axes``).
+    mesh holds, if ZeRO shards it over ``axes`` (``passes.local.stage_program.shard_axes``), in
+    groups of ``shards`` ranks (0: all of them).
 
     >>> from autoparallel.planner.graph.layout import REPLICATE, shard
     >>> mesh = Mesh(("dp", "tp"), (2, 2))
@@ -65,14 +67,14 @@ def shard_region(
     box = local_region(shape, layout, mesh, coordinates)
     if not axes:
         return box
-    shards = mesh.num_ranks(axes)
+    shards = shards or mesh.num_ranks(axes)
     dim = shard_dim(region_shape(box), shards)
     start, stop = box[dim]
     rows = -(-(stop - start) // shards)
     place = 0
     for axis in axes:
         place = place * mesh.shape[axis] + coordinates[axis]
-    first = min(start + place * rows, stop)
+    first = min(start + place % shards * rows, stop)
     return (*box[:dim], (first, min(first + rows, stop)), *box[dim + 1 :])
 
 
@@ -137,8 +139,9 @@ class StageParameter:
 
     ``block`` is the position of the block that uses it, None if several do. ``region`` are the
     index ranges of the whole parameter that this rank holds. ZeRO shards it over the mesh axes
-    ``shard_axes``. ``reduce_axes`` are the axes over which gradients are still to be summed after
-    the last backward; the ``num_replicas`` ranks along them hold the same part. ``master`` is the
+    ``shard_axes``, in groups of ``group_shards`` ranks (0: all are one group). ``reduce_axes`` are
+    the axes over which gradients are still to be summed after the last backward. ``num_replicas``
+    ranks hold the same part. ``master`` is the
     parameter that the optimizer updates. Blocks compute with ``leaf`` or, under ZeRO, with the
     all-gathered master or ``shard``, its copy on the device. ``accumulated`` is the sum of
     gradients in another dtype than blocks use.
@@ -156,6 +159,7 @@ class StageParameter:
     formats: Formats
     leaf: nn.Parameter | None = None
     shard: nn.Parameter | None = None
+    group_shards: int = 0
     accumulated: Tensor | None = None
     has_copy: bool = field(init=False)
     """True if blocks compute with a copy of the master, in another dtype or on another device."""
@@ -298,6 +302,8 @@ def make_parameter(
     spec, layout, mesh = declared.spec, declared.layout, program.mesh
     formats = formats.of_parameter(spec)
     axes = program.shard_axes(name, zero)
+    sharding = program.sharding(axes)
+    shards = sharding.num_shards if sharding.num_replicas > 1 else 0
     shape = local_shape(spec.shape, layout, mesh.shape)
     leaf = None
     if axes:
@@ -305,7 +311,7 @@ def make_parameter(
         master: Tensor = torch.empty(shape, dtype=dtype, device="meta")
         others = [axis for axis in range(len(mesh.axes)) if axis not in axes]
         if others:
-            beside = mesh_beside(device_mesh, axes, others)
+            beside = mesh_beside(device_mesh, axes, others, shards)
             master = _dtensor(master, beside, tuple(layout[axis] for axis in others))
     else:
         dtype = formats.master
@@ -327,13 +333,14 @@ def make_parameter(
         spec=spec,
         layout=layout,
         block=None,
-        region=shard_region(spec.shape, layout, mesh, program.coordinates, axes),
+        region=shard_region(spec.shape, layout, mesh, program.coordinates, axes, shards),
         shard_axes=axes,
         reduce_axes=reduce_axes,
-        num_replicas=mesh.num_ranks(reduce_axes),
+        num_replicas=mesh.num_ranks(reduce_axes) * sharding.num_replicas,
         master=nn.Parameter(master, requires_grad=spec.requires_grad),
         formats=formats,
         leaf=leaf,
+        group_shards=shards,
     )
 
 

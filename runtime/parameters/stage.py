@@ -230,6 +230,8 @@ class StageModule(nn.Module):
         self._register_parameters(make)
         self.buffer_regions = self._register_buffers()
         self.reductions = apply_zero(self, formats)
+        self.with_gradient: set[int] = set()
+        """Ids of the shards with a gradient from split backwards, since gradients were dropped."""
         self._changed: dict[str, Tensor] = {}
         self._changes: dict[str, Tensor] = {}
         self.before_block: Callable[[int], None] = lambda block: None

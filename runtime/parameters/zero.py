@@ -17,6 +17,8 @@ A parameter is sharded over all ranks of the joint axes on which it is whole (``
 shard_axes``): weights of experts over fewer ranks than the rest of their block. ``fully_shard`` has
 one group of ranks per module, so a wrapper of the block gathers and reduces these. It is cut along
 its first dimension, or a later one where that is shorter than the ranks are many (``shard_dim``).
+With ``StagePlan.shard_degree`` it is sharded within groups: ``fully_shard`` has a mesh of two axes,
+and sums the shards of all micro-batches over the groups in a step's last backward.
 
 While a group of blocks computes, the next group's parameters are gathered, and the gradients
 of the group before are reduce-scattered.
@@ -38,16 +40,15 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ...passes.local.stage_program import shard_dim
 from ...passes.ops.collectives import local_tensor
-from ..messages.communicator import reduce_scatter
 from ..messages.groups import mesh_along
 from .parameters import Formats, StageParameter, on_host
+from .reductions import AsyncReduceScatter, PendingReductions
 
 if TYPE_CHECKING:
     from .stage import StageModule
@@ -64,107 +65,10 @@ ASYNC_ON_CPU = True
 do."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reduction:
-    """A running reduce-scatter: its handle, and its output and input. Its result is to be added to
-    ``gradients``, from earlier micro-batches. Gradients of the parameters ``apart`` are summed in
-    another dtype."""
-
-    work: Any
-    tensors: tuple[Tensor, Tensor]
-    gradients: tuple[tuple[StageParameter, Tensor], ...]
-    apart: tuple[StageParameter, ...]
-
-    def take(self, parameter: StageParameter) -> None:
-        """Add a parameter's gradient to its sum ``accumulated``, in the dtype of the
-        reduce-scatter. ``fully_shard`` had cast the output too early, before its values had
-        come."""
-        gradient = parameter.held.grad
-        if gradient is None:
-            return
-        view = local_tensor(gradient)
-        values = torch.as_strided(self.tensors[0], view.shape, view.stride(), view.storage_offset())
-        parameter.add_gradient(values)
-        parameter.held.grad = None
-
-
-class PendingReductions:
-    """Holder of a stage's reduce-scatter that runs in the background on a CPU; at most one at a
-    time."""
-
-    def __init__(self) -> None:
-        self._reduction: _Reduction | None = None
-
-    def start(self, reduction: _Reduction) -> None:
-        """Remember a started reduce-scatter; ``finish`` must have ended the previous reduction."""
-        assert self._reduction is None
-        self._reduction = reduction
-
-    def finish(self) -> None:
-        """Wait for the reduce-scatter, and add its result to the gradients from before it."""
-        reduction, self._reduction = self._reduction, None
-        if reduction is None:
-            return
-        reduction.work.wait()
-        with torch.no_grad():
-            for parameter in reduction.apart:
-                reduction.take(parameter)
-            for parameter, gradient in reduction.gradients:
-                if parameter.gradient is not None:
-                    local_tensor(gradient).add_(parameter.gradient)
-                parameter.held.grad = gradient
-
-    def forget(self) -> None:
-        """Forget a reduce-scatter whose result is not needed, as after an error."""
-        self._reduction = None
-
-
-@dataclass(frozen=True, slots=True)
-class AsyncReduceScatter:
-    """A reduce-scatter for ``fully_shard`` that runs in the background on a CPU. The reduce-scatter
-    built into ``fully_shard`` would make the host wait.
-
-    ``fully_shard`` makes the gradients views of ``output_tensor``, or adds it to existing
-    gradients. So ``__call__`` removes existing gradients until the values have come. If a gradient
-    has hooks, which read it at once, the reduce-scatter is waited for.
-    """
-
-    pending: PendingReductions
-    parameters: tuple[StageParameter, ...] = ()
-    is_async: bool = True
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate an input or output of a reduce-scatter, after the previous one's memory is
-        released."""
-        self.pending.finish()
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Start the reduce-scatter (a sum) of ``input_tensor`` into ``output_tensor``."""
-        held = [parameter.held for parameter in self.parameters]
-        has_hooks = any(getattr(m, "_post_accumulate_grad_hooks", None) for m in held)
-        apart = tuple(parameter for parameter in self.parameters if parameter.sums_apart)
-        work = reduce_scatter(output_tensor, input_tensor, group=group, async_op=True)
-        if has_hooks or not self.is_async:
-            work.wait()
-            if not apart:
-                return
-        gradients = tuple(
-            (parameter, parameter.held.grad)
-            for parameter in self.parameters
-            if parameter.held.grad is not None
-        )
-        for parameter, _ in gradients:
-            parameter.held.grad = None
-        tensors = output_tensor, input_tensor
-        self.pending.start(_Reduction(work, tensors, gradients, apart))
+SUMS_ALL = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether ``fully_shard`` can reduce zeros for missing gradients. It can add the shards of several
+micro-batches only if all have the same parameters, and split backwards leave some gradients to the
+next micro-batch. Older versions of torch sum over groups in every micro-batch instead."""
 
 
 class GatheredBlock(nn.Module):
@@ -183,11 +87,13 @@ class GatheredBlock(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """Parameters that are gathered and reduced together over the mesh axes ``axes``, and the
-    ``modules`` whose forward needs them: blocks, wrappers of blocks, or the stage."""
+    """Parameters that are gathered and reduced together over the mesh axes ``axes``, in groups of
+    ``shards`` ranks (0: all), and the ``modules`` whose forward needs them: blocks, wrappers of
+    blocks, or the stage."""
 
     modules: list[nn.Module]
     axes: tuple[int, ...]
+    shards: int
     parameters: list[StageParameter]
 
 
@@ -205,7 +111,8 @@ def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None
         among = [parameter for own in unit.values() for parameter in own]
         units.append([shard(owner, among) for owner in _owners(stage, among)])
     shared = [parameter for parameter in sharded if parameter.block is None]
-    shard(_Owner([stage], (shared or sharded)[0].shard_axes, shared), sharded)
+    like = (shared or sharded)[0]
+    shard(_Owner([stage], like.shard_axes, like.group_shards, shared), sharded)
     if stage.device.type != "cpu" or ASYNC_ON_CPU:
         _gather_ahead(stage)
     _set_prefetch(stage, units)
@@ -231,10 +138,10 @@ def _shard(
     ignored = {each.leaf for each in stage.by_name.values() if each.leaf is not None}
     own = {parameter.name for parameter in owner.parameters}
     ignored |= {getattr(*stage.owner(each.name)) for each in among if each.name not in own}
-    mesh = mesh_along(stage.device_mesh, owner.axes)
+    mesh = mesh_along(stage.device_mesh, owner.axes, owner.shards)
 
     def placement(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dim(local_tensor(parameter).shape, mesh.size()))
+        return Shard(shard_dim(local_tensor(parameter).shape, mesh.size(mesh.ndim - 1)))
 
     fully_shard(
         owner.modules,
@@ -250,8 +157,12 @@ def _shard(
     assert isinstance(wrapped, FSDPModule)
     wrapped.set_gradient_divide_factor(1.0)
     wrapped.set_force_sum_reduction_for_comms(True)
+    if owner.shards and stage.weight_gradients is not None and SUMS_ALL:
+        wrapped.set_reduce_scatter_unused_params(True)
     if stage.device.type == "cpu":
-        reduces = AsyncReduceScatter(pending, tuple(owner.parameters), is_async=ASYNC_ON_CPU)
+        # fully_shard itself sums the result over groups, at once
+        is_async = ASYNC_ON_CPU and not owner.shards
+        reduces = AsyncReduceScatter(pending, tuple(owner.parameters), is_async=is_async)
         wrapped.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]  # no public base
     return wrapped
 
@@ -266,7 +177,8 @@ def _owners(stage: StageModule, unit: Sequence[StageParameter]) -> list[_Owner]:
         positions = dict.fromkeys(each.block for each in own if each.block is not None)
         for position in positions if found else ():
             stage.calls[position] = GatheredBlock(stage.calls[position])
-        found.append(_Owner([stage.calls[position] for position in positions], axes, own))
+        modules = [stage.calls[position] for position in positions]
+        found.append(_Owner(modules, axes, own[0].group_shards, own))
     return found[::-1]
 
 
@@ -381,6 +293,13 @@ def gathered_copies(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]
                 yield whole, whole.grad if summed is None else summed
 
 
+def partial_sums(stage: StageModule) -> Iterator[Tensor]:
+    """Yield the sums of gradients over micro-batches that are still to be summed over groups."""
+    for group in _parameter_groups(stage) if stage.is_fully_sharded else ():
+        if group._partial_reduce_output is not None:
+            yield group._partial_reduce_output
+
+
 def begin_step(stage: StageModule) -> None:
     """Free gathered parameters, which may be outdated, before a step's first forward. Gathers that
     an interrupted forward has begun are waited for first."""
@@ -400,6 +319,8 @@ def begin_backward(stage: StageModule, *, last: bool) -> None:
     stage.set_is_last_backward(last)
     stage.set_reshard_after_backward(last or stage.zero == 3)
     stage.set_requires_gradient_sync(last or stage.zero >= 2)
+    sums_each = stage.weight_gradients is not None and not SUMS_ALL
+    stage.set_requires_all_reduce(last or sums_each)
 
 
 def begin_input_backward(stage: StageModule) -> None:
@@ -427,6 +348,7 @@ def reduce_finished(stage: StageModule, remaining: Container[int]) -> None:
         names = (getattr(module, "block_name", "") for module in group.modules)
         is_finished = all(positions.get(name) not in remaining for name in names)
         if is_block_group and is_finished and group._training_state.name != "POST_BACKWARD":
+            stage.with_gradient.update(_with_gradient(group))
             group.post_backward()
 
 
@@ -435,7 +357,30 @@ def finish_weight_backward(stage: StageModule) -> None:
     ``fully_shard`` does so itself at the end of a backward, by a private function;
     ``torch.distributed.pipelining`` calls it too."""
     if stage.is_fully_sharded:
+        for group in _parameter_groups(stage):
+            stage.with_gradient.update(_with_gradient(group))
         fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def _with_gradient(group: Any) -> Iterator[int]:
+    """Yield the ids of the shards of a group's parameters that have a gradient to be reduced."""
+    for parameter in group.fsdp_params:
+        whole = getattr(parameter, "_unsharded_param", None)
+        summed = getattr(parameter, "unsharded_accumulated_grad", None)
+        if summed is not None or (whole is not None and whole.grad is not None):
+            yield id(parameter.sharded_param)
+
+
+def finish_sums(stage: StageModule) -> None:
+    """Wait for the running reduction after a step's last backward. Drop zeros that are the sum for
+    a parameter without gradients (``SUMS_ALL``)."""
+    if stage.reductions is None:
+        return
+    stage.reductions.finish()
+    assert not [*partial_sums(stage)], "all sums over groups are complete"
+    for parameter in stage.by_name.values() if stage.weight_gradients is not None else ():
+        if parameter.group_shards and id(parameter.held) not in stage.with_gradient:
+            parameter.zero_grad()
 
 
 def abandon_backward(stage: StageModule) -> None:
@@ -451,6 +396,7 @@ def abandon_backward(stage: StageModule) -> None:
     assert stage.reductions is not None
     stage.reductions.forget()
     for group in _parameter_groups(stage):
+        group._partial_reduce_output = None
         for parameter in group.fsdp_params:
             if "unsharded_accumulated_grad" in vars(parameter):  # torch 2.15 has it in ``grad``
                 parameter.unsharded_accumulated_grad = None

@@ -35,7 +35,7 @@ from ...cost_model.profile.clocks import stopwatch
 from ...cost_model.profile.transfers import level_of, overlapped
 from ..messages.communicator import ProcessCommunicator, all_gather, reduce_scatter
 from ..messages.shared_objects import control_group, share_tensor
-from ..parameters.zero import AsyncReduceScatter, PendingReductions
+from ..parameters.reductions import AsyncReduceScatter, PendingReductions
 
 NUM_TENSORS = 4
 COLUMNS = 64

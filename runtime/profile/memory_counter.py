@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...cost_model.ops.memory import allocated_bytes
 from ...passes.memory.storages import LiveBytes
 from ...passes.ops.collectives import local_tensor
-from ..parameters.zero import gathered_copies
+from ..parameters.zero import gathered_copies, partial_sums
 
 if TYPE_CHECKING:
     from ..parameters.stage import StageModule
@@ -135,6 +135,7 @@ def states_of(trainer: Trainer) -> dict[str, int]:
         for whole, gradient in gathered_copies(stage):
             tensors["parameters"].append(whole)
             tensors["gradients"] += [] if gradient is None else [gradient]
+        tensors["gradients"] += partial_sums(stage)
     seen: set[int] = set()
     found: dict[str, int] = {}
     for category in ("master", "parameters", "gradients", "optimizer"):

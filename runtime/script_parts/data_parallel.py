@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,8 @@ class ModelTrainer:
 
     Under ``zero`` 1 to 3, ``fully_shard`` keeps the shares of each of ``units`` and of the rest.
     They are gathered for a step (1 and 2) or for each forward and backward (3). Gradients are
-    reduced after the last backward (0 and 1) or after each (2 and 3).
+    reduced after the last backward (0 and 1) or after each (2 and 3). With ``degree``, shares are
+    of each group of so many neighbouring ranks, and are summed over groups after the last backward.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class ModelTrainer:
         device: torch.device,
         *,
         zero: int,
+        degree: int = 0,
         units: Sequence[str] = (),
     ) -> None:
         """Take this rank's part of ``model``, which is whole. Collective over all ranks.
@@ -50,8 +53,11 @@ class ModelTrainer:
             self.module = DistributedDataParallel(model)
             return
         policy = MixedPrecisionPolicy(COMPUTE, GRADIENT, cast_forward_inputs=False)
+        ranks = torch.arange(self.ranks).view(-1, degree or self.ranks)
+        names = ("groups", "ranks") if degree else ("ranks",)
+        mesh = DeviceMesh(device.type, ranks if degree else ranks[0], mesh_dim_names=names)
         for unit in [*map(model.get_submodule, units), model]:
-            fully_shard(unit, reshard_after_forward=zero == 3, mp_policy=policy)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
 
     def named_masters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that the optimizer updates."""
@@ -91,6 +97,7 @@ class ModelTrainer:
             self.module.require_backward_grad_sync = is_end  # as under its no_sync()
         elif isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(self.zero >= 2 or is_end)
+            self.module.set_requires_all_reduce(is_end)
             self.module.set_reshard_after_backward(self.zero == 3 or is_end)
 
     def update(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> float:

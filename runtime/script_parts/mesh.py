@@ -21,12 +21,16 @@ JOINT = ("dp", "ep", "cp")
 class Mesh:
     """Ranks of a stage in a grid with named axes, and collectives along an axis.
 
-    ``dp+ep`` is the axis of all ranks of dp and ep together, in the order of the grid. No
-    collective records autograd; each returns a new tensor.
+    ``dp+ep`` is the axis of all ranks of dp and ep together, in the order of the grid. If these are
+    in groups of k neighbours, ``dp+ep%k`` has the ranks of a group, ``dp+ep/k`` those at the same
+    place of all groups. No collective records autograd; each returns a new tensor.
     """
 
-    def __init__(self, devices: tuple[int, ...], shape: dict[str, int], kind: str) -> None:
-        """Make the grid on devices of type ``kind``. Collective over all ranks of the job."""
+    def __init__(
+        self, devices: tuple[int, ...], shape: dict[str, int], kind: str, degree: int = 0
+    ) -> None:
+        """Make the grid on devices of type ``kind``, and groups of ``degree`` neighbours.
+        Collective over all ranks of the job."""
         self.shape = shape
         ranks = torch.tensor(devices, dtype=torch.int).view(tuple(shape.values()))
         grid = DeviceMesh(kind, ranks, mesh_dim_names=tuple(shape))
@@ -34,21 +38,44 @@ class Mesh:
         self.place = dict(zip(shape, place, strict=True))
         self.groups = {axis: grid.get_group(axis) for axis in shape if dist.get_rank() in devices}
         large = [axis for axis in shape if shape[axis] > 1]
-        for count in range(2, len(large) + 1):
+        for count in range(1, len(large) + 1):
             for axes in combinations(large, count):
                 dims, name = [list(shape).index(axis) for axis in axes], "+".join(axes)
                 together = ranks.movedim(dims, [*range(-count, 0)]).reshape(-1, self.size(name))
-                own, _ = dist.new_subgroups_by_enumeration(together.tolist())  # type: ignore[no-untyped-call]
-                self.groups[name] = own
+                k = self.in_group(name, degree) if {*axes} <= {*JOINT} and degree else 1
+                if count > 1:
+                    self._add(name, together)
+                if 1 < k < self.size(name):
+                    rows = together.view(len(together), -1, k)
+                    self._add(f"{name}%{k}", rows.reshape(-1, k))
+                    self._add(f"{name}/{k}", rows.transpose(1, 2).reshape(-1, rows.shape[1]))
+
+    def _add(self, name: str, rows: Tensor) -> None:
+        own, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # type: ignore[no-untyped-call]
+        self.groups[name] = own
+
+    def in_group(self, axis: str, degree: int) -> int:
+        """Return the number of ranks of an axis in a group of ``degree`` neighbours of the axes
+        ``JOINT`` together."""
+        count = 1
+        for name in reversed([name for name in self.shape if name in JOINT]):
+            inside = self.shape[name] if degree % self.shape[name] == 0 else degree
+            degree //= inside
+            count *= inside if name in axis.split("+") else 1
+        return count
 
     def size(self, axis: str) -> int:
-        return math.prod(self.shape[name] for name in axis.split("+"))
+        name, _, inside = axis.partition("%")
+        name, _, k = name.partition("/")
+        return int(inside or math.prod(self.shape[own] for own in name.split("+")) // int(k or 1))
 
     def coordinate(self, axis: str) -> int:
+        name, _, inside = axis.partition("%")
+        name, _, k = name.partition("/")
         place = 0
-        for name in axis.split("+"):
-            place = place * self.shape[name] + self.place[name]
-        return place
+        for own in name.split("+"):
+            place = place * self.shape[own] + self.place[own]
+        return place % int(inside) if inside else place // int(k or 1)
 
     def all_reduce(self, tensor: Tensor, axis: str, op: str = "sum") -> Tensor:
         """Return the sum (or maximum) over the axis, on each of its ranks."""

@@ -42,6 +42,7 @@ class Stage:
     updates_once: bool = False
     means: tuple[str, ...] = ()
     zero: int = 0
+    degree: int = 0
     weight: type[Weight] = Weight
     loss: str = ""
     loss_terms: tuple[str, ...] = ()
@@ -82,6 +83,7 @@ class StageRank:
                 mesh,
                 trained=whole[name].requires_grad,
                 zero=stage.zero,
+                degree=stage.degree,
             )
             for name, split in stage.parameters.items()
         }

@@ -69,8 +69,8 @@ class Trainer:
         self.stages: dict[int, StageRank] = {}
         meshes: dict[str, Mesh] = {}
         for number, stage in enumerate(stages):
-            place = f"{stage.devices} {stage.mesh}"
-            mesh = meshes.get(place) or Mesh(stage.devices, stage.mesh, device.type)
+            place = f"{stage.devices} {stage.mesh} {stage.degree}"
+            mesh = meshes.get(place) or Mesh(stage.devices, stage.mesh, device.type, stage.degree)
             meshes[place] = mesh
             if dist.get_rank() in stage.devices:
                 self.stages[number] = StageRank(stage, mesh, model, constants, device)

@@ -40,21 +40,34 @@ class Weight:
     The optimizer updates ``master``: the part itself or, under ZeRO, this rank's share of it. All
     ranks of the axis ``joint``, which hold the same part, have shares of equally many rows; the
     last may end in zeros. If they are more than the rows and divide a later dimension ``dim``, they
-    share that. ZeRO 1 cuts the gradient after the last micro-batch, 2 and 3 after each.
-    ``local`` is the part in ``COMPUTE``.
+    share that. ZeRO 1 cuts the gradient after the last micro-batch, 2 and 3 after each. With
+    ``degree`` the ranks of each group of so many neighbours have shares, whose gradients are summed
+    over groups. ``local`` is the part in ``COMPUTE``.
     """
 
     def __init__(
-        self, whole: Tensor, split: Split, mesh: Mesh, *, trained: bool, zero: int = 0
+        self,
+        whole: Tensor,
+        split: Split,
+        mesh: Mesh,
+        *,
+        trained: bool,
+        zero: int = 0,
+        degree: int = 0,
     ) -> None:
         self.shape, self.split, self.mesh = whole.shape, split, mesh
         axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in split]
         self.joint = "+".join(axis for axis in axes if axis in JOINT)
-        self.zero = zero if whole.dim() and self.joint else 0
+        ranks = mesh.size(self.joint) if self.joint else 1
+        shares = mesh.in_group(self.joint, degree) if degree else ranks
+        self.zero = zero if whole.dim() and shares > 1 else 0
         self.gradient: Tensor | None = None
         self.sums = [axis for axis in axes if axis not in JOINT]
         if self.joint and not self.zero:
             self.sums.insert(0, self.joint)
+        elif shares < ranks:
+            self.sums.insert(0, f"{self.joint}/{shares}")
+            self.joint = f"{self.joint}%{shares}"
         part = own(whole, split, mesh)
         self.rows, self.dim = part.shape[0] if part.dim() else 0, 0
         if self.zero and self.rows < mesh.size(self.joint):

@@ -35,6 +35,7 @@ from ..parameters.zero import (
     begin_backward,
     begin_input_backward,
     begin_step,
+    finish_sums,
     finish_weight_backward,
     reduce_finished,
 )
@@ -394,8 +395,7 @@ class StageExecutor:
         """Sum the gradients over ranks after the last backward, and set the masters' ``grad`` for
         the optimizer. Collective over the stage; if it ``defers`` its update, the sums are only
         started. Gradients of tied parameters are summed over stages later (``tied_parameters``)."""
-        if self.stage.reductions is not None:
-            self.stage.reductions.finish()
+        finish_sums(self.stage)
         if self.defers:
             self._reducer.launch_all()
         else:
@@ -429,5 +429,6 @@ class StageExecutor:
     def zero_grad(self) -> None:
         """Drop all gradients."""
         self._is_updated = False
+        self.stage.with_gradient.clear()
         for parameter in self.parameters.values():
             parameter.zero_grad()

@@ -157,7 +157,9 @@ class RankModel:
         """Return whether ``plan`` has the same stages, micro-batches and schedule as this model."""
 
         def form(plan: Plan) -> tuple[Any, ...]:
-            stages = [(s.devices, s.mesh, s.zero, len(s.blocks)) for s in plan.stages]
+            stages = [
+                (s.devices, s.mesh, s.zero, s.shard_degree, len(s.blocks)) for s in plan.stages
+            ]
             return stages, plan.num_microbatches, plan.schedule
 
         return form(plan) == form(self.plan)

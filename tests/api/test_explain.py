@@ -200,6 +200,22 @@ def test_what_is_cheaper_names_no_reason_that_the_plan_does_not_hold(
     assert found.why == "the search was ended by its time limit"
 
 
+@pytest.mark.parametrize("parallel", ["dp=4,zero=3", "dp=4,zero=3,shard=4"])
+def test_zero_within_a_host_is_priced_beside_zero_over_all_ranks(
+    folder: Path, parallel: str
+) -> None:
+    setting = {**SETTING, "cluster": "2x2xA100-80GB@ethernet-10g"}
+    parallel += ",microbatches=2,recompute=none"
+    found = autoparallel.plan(str(folder / "deep.py"), parallel=parallel, **setting)
+    autoparallel.save_plan(found, folder / "hosts.json")
+    shown = {each.name: each for each in explain(model_of(folder, "hosts"), "zero").alternatives}
+    chosen = "ZeRO 3" if "shard" in parallel else "ZeRO 3 within 2"
+    assert [name for name, each in shown.items() if each.standing == "CHOSEN"] == [chosen]
+    names = ["ZeRO 1", "ZeRO 1 within 2", "ZeRO 2 within 2", "ZeRO 3", "ZeRO 3 within 2"]
+    assert set(names) <= set(shown)
+    assert shown["ZeRO 3 within 2"].step_seconds < shown["ZeRO 3"].step_seconds
+
+
 def test_blocks_and_stages_have_alternatives(models: dict[str, PlanModel]) -> None:
     found = by_name(models["pp"], "stage 1")
     assert found["ZeRO 1"].standing == "CHOSEN"

@@ -307,12 +307,14 @@ def _run_all(plan: str, cases: tuple[Callable[[Adopt], Figures], ...]) -> dict[s
         pytest.param("dp=2,zero=0", marks=pytest.mark.slow),
         "tp=2",
         pytest.param("dp=2,zero=3", marks=pytest.mark.slow),
+        pytest.param("dp=4,zero=3,shard=2", marks=pytest.mark.slow),
+        pytest.param("dp=4,zero=2,shard=2,microbatches=2", marks=pytest.mark.slow),
         "dp=2,microbatches=2",
     ],
 )
 def test_a_parallel_model_does_what_the_model_alone_does(plan: str) -> None:
     cases = tuple(c for c in SAME if "microbatches" not in plan or c not in WHOLE_BATCH)
-    results = run_processes(2, _run_all, plan, cases)
+    results = run_processes(4 if "dp=4" in plan else 2, _run_all, plan, cases)
     for case in cases:
         torch.manual_seed(0)
         expected = case(lambda model, example: model)

@@ -123,7 +123,7 @@ def test_a_script_on_two_ranks_equals_one_device(tmp_path: Path, parallel: str) 
     assert max(map(len, text.splitlines())) <= 100
 
 
-DATA_PARALLEL = ("dp=2,zero=1", "dp=2,zero=2,microbatches=2", "dp=2,zero=3")
+DATA_PARALLEL = ("dp=2,zero=1", "dp=2,zero=2,microbatches=2", "dp=4,zero=3,shard=2")
 """Plans whose script runs the model's own forward."""
 
 
@@ -134,6 +134,7 @@ DATA_PARALLEL = ("dp=2,zero=1", "dp=2,zero=2,microbatches=2", "dp=2,zero=3")
         *DATA_PARALLEL,
         "dp=2,recompute=selective",
         "dp=2,tp=2,zero=3,microbatches=2",
+        "dp=2,cp=2,zero=2,shard=2,microbatches=2",
         "pp=4,microbatches=8,schedule=gpipe",
         "pp=2,microbatches=4,schedule=interleaved",
         "pp=2,microbatches=4,schedule=zb-h1",
@@ -161,11 +162,11 @@ def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parall
         ("tests/models/llama", "dp=2,zero=3"),
         ("tests/models/llama+r=4,alpha=8", "dp=2,pp=2,zero=2,schedule=1f1b"),
         ("tests/models/gpt2", "dp=2,tp=2"),
-        ("tests/models/mixtral", "dp=2,microbatches=2"),
-        ("tests/models/mixtral", "tp=2"),
+        *(("tests/models/mixtral", parallel) for parallel in ("dp=2,microbatches=2", "tp=2")),
         ("tests/models/mixtral", "dp=2,ep=2"),
         ("tests/models/mixtral", "dp=2,ep=2,tp=2,zero=2"),
         ("tests/models/mixtral", "dp=4,ep=2,zero=1"),
+        ("examples/gshard_moe.py", "dp=4,ep=2,zero=3,shard=2"),
         ("tests/models/mixtral", "dp=4,ep=4,zero=3,microbatches=2"),
         ("tests/models/mixtral", "dp=2,ep=2,tp=2,etp=2,zero=2"),
         ("tests/zoo/gpt_oss", "tp=2,etp=2"),
@@ -181,8 +182,7 @@ def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parall
         ("tests/models/routed_experts.py", "dp=2,microbatches=2"),
         ("tests/models/masked_lm.py", "dp=2,microbatches=2"),
         ("tests/models/regression.py", "dp=2,zero=1"),
-        ("tests/zoo/resnet", "dp=2"),
-        ("tests/zoo/convnext", "dp=2"),
+        *((f"tests/zoo/{name}", "dp=2") for name in ("resnet", "convnext")),
         ("tests/zoo/t5", "tp=2"),
         ("tests/zoo/gpt_oss", "tp=2"),
         ("tests/zoo/bert", "dp=2,microbatches=2"),
@@ -443,7 +443,7 @@ def test_a_model_file_of_any_name_is_imported_with_what_it_imports(
     export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")
     files = {file.name for file in (tmp_path / "out").iterdir()}
     assert "its_helper.py" in files
-    script = next(name for name in ("train_by_plan.py", "train.py") if name in files)
+    script = "train_by_plan.py" if "train_by_plan.py" in files else "train.py"
     found = run_torchrun(RUNNER, str(tmp_path / "out" / script), "--steps", "1")
     assert found.returncode == 0, found.stderr[-2000:]
     assert "step 1  loss" in found.stdout
@@ -493,9 +493,8 @@ def test_an_optimizer_that_may_read_all_weights_is_refused_beside_a_pipeline(
     name = f"own_{is_refused}.py"
     Path(name).write_text(text)
     target = load_target(name, {**GPT, "n_layer": 2})
-    asked = PlanOptions(
-        global_batch=8, seq=SEQ, forced=parse_parallel(settled("pp=2,microbatches=2"))
-    )
+    forced = parse_parallel(settled("pp=2,microbatches=2"))
+    asked = PlanOptions(global_batch=8, seq=SEQ, forced=forced)
     save_plan(make_plan(target, "cpu:2", asked), tmp_path / "plan.json")
     with pytest.raises(PlanError, match="AP368") if is_refused else nullcontext():
         export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from processes import run_processes
-from stages import WEIGHTS, global_batch, reference, relative_error, stage_program, weights, whole
-from torch.distributed.device_mesh import DeviceMesh
+from stages import (
+    WEIGHTS,
+    device_mesh_of,
+    global_batch,
+    reference,
+    relative_error,
+    stage_program,
+    weights,
+    whole,
+)
 from torch.optim import Optimizer
 
 from autoparallel.planner.errors import UsageError
@@ -33,13 +42,13 @@ LEARNING_RATE = 0.05
 
 
 def make(
-    mesh: Mesh, zero: int, initial: dict[str, torch.Tensor]
+    mesh: Mesh, zero: int, initial: dict[str, torch.Tensor], degree: int = 0
 ) -> tuple[StageExecutor, Optimizer]:
-    ranks = torch.arange(mesh.size).view(mesh.shape)
-    device_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=mesh.axes)
+    device_mesh = device_mesh_of(mesh, zero, degree)
     program = stage_program(
         mesh, mesh.coordinates(dist.get_rank()), ProcessCommunicator(device_mesh)
     )
+    program = replace(program, shard_degree=degree)
     stage = StageModule(program, device_mesh, zero=zero, precision="fp64")
     materialize(stage, initial)
     optimizer = build_optimizer(stage.by_name.values(), learning_rate=LEARNING_RATE)
@@ -68,14 +77,16 @@ def check_weights(executor: StageExecutor, expected: dict[str, torch.Tensor]) ->
         assert relative_error(whole(found), expected[name]) < 1e-9, name
 
 
-def _save_and_load(folder: str, source: tuple[Mesh, int], targets: list[tuple[Mesh, int]]) -> None:
+def _save_and_load(folder: str, source: tuple[Any, ...], targets: list[tuple[Any, ...]]) -> None:
     expected = reference(2, 1, LEARNING_RATE)
-    executor, optimizer = make(*source, weights())
+    mesh, zero, *degree = source
+    executor, optimizer = make(mesh, zero, weights(), *degree)
     run_step(executor, optimizer, 0)
     save_checkpoint(folder, state_of(executor, optimizer), CheckpointWriter(), step=1)
     zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in WEIGHTS.items()}
     for target in targets:
-        executor, optimizer = make(*target, zeros)
+        mesh, zero, *degree = target
+        executor, optimizer = make(mesh, zero, zeros, *degree)
         assert load_checkpoint(folder, state_of(executor, optimizer)).step == 1
         for parameter in executor.parameters.values():
             parameter.refresh()
@@ -103,6 +114,15 @@ def test_a_checkpoint_of_zero_with_tensor_parallel_loads_under_data_parallel(
 ) -> None:
     both, dp = Mesh(("dp", "tp"), (2, 2)), Mesh(("dp",), (4,))
     run_processes(4, _save_and_load, str(tmp_path / "b"), (both, 3), [(dp, 3), (both, 0)])
+
+
+def test_a_checkpoint_of_shards_within_groups_loads_under_any_other_sharding(
+    tmp_path: Path,
+) -> None:
+    both, dp = Mesh(("dp", "tp"), (2, 2)), Mesh(("dp",), (4,))
+    folders = str(tmp_path / "c"), str(tmp_path / "d")
+    run_processes(4, _save_and_load, folders[0], (dp, 3, 2), [(dp, 3), (dp, 1, 2), (both, 1)])
+    run_processes(4, _save_and_load, folders[1], (dp, 2), [(dp, 3, 2), (dp, 2, 2)])
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -114,6 +114,8 @@ JOINT = (
     ("gshard_moe", 64, "dp=4,ep=2,zero=3,microbatches=2", "fp32"),
     ("gshard_moe", 64, "dp=4,ep=4,zero=2,microbatches=2", "fp32"),
     ("gpt", 64, "dp=2,cp=2,zero=2,microbatches=2", "bf16"),
+    ("gpt", 64, "dp=4,zero=3,shard=2,microbatches=2", "bf16"),
+    ("gpt", 64, "dp=4,zero=2,shard=2,microbatches=2", "fp32"),
 )
 """Plans that shard states over several axes together."""
 

@@ -7,7 +7,7 @@ and every weight, relative to the tensor's largest magnitude.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,8 +16,16 @@ import torch.distributed as dist
 from forced_plans import settled
 from marks import slow
 from processes import run_processes, set_torchrun_variables
-from stages import global_batch, reference, relative_error, stage_program, summed, weights, whole
-from torch.distributed.device_mesh import DeviceMesh
+from stages import (
+    device_mesh_of,
+    global_batch,
+    reference,
+    relative_error,
+    stage_program,
+    summed,
+    weights,
+    whole,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
@@ -41,11 +49,13 @@ class Case:
     recompute: str = "none"
     schedule: str = "gpipe"
     layouts: dict[str, Layout] = field(default_factory=dict)
+    shard_degree: int = 0
 
 
 DP2 = Mesh(("dp",), (2,))
 TP2 = Mesh(("tp",), (2,))
 DP2_TP2 = Mesh(("dp", "tp"), (2, 2))
+DP4 = Mesh(("dp",), (4,))
 
 TWO_RANKS = {
     "dp=2, zero=0, 4 micro-batches": Case(DP2, 0, 4),
@@ -76,12 +86,17 @@ MORE_ON_TWO_RANKS = {
 FOUR_RANKS = {
     "dp=2, tp=2, zero=1": Case(DP2_TP2, 1, 2),
     "dp=2, tp=2, zero=3, recompute=full": Case(DP2_TP2, 3, 2, "full"),
-    "dp=4, zero=3, shards that are empty": Case(Mesh(("dp",), (4,)), 3, 2),
+    "dp=4, zero=3, shards that are empty": Case(DP4, 3, 2),
+    "dp=4, zero=3 within 2": Case(DP4, 3, 4, schedule="1f1b", shard_degree=2),
+    "dp=4, zero=2 within 2": Case(DP4, 2, 4, shard_degree=2),
 }
 MORE_ON_FOUR_RANKS = {
     "dp=2, tp=2, zero=0": Case(DP2_TP2, 0, 2),
     "dp=2, tp=2, zero=2": Case(DP2_TP2, 2, 4, schedule="1f1b"),
     "dp=2, tp=2, zero=3": Case(DP2_TP2, 3, 4, schedule="1f1b"),
+    "dp=4, zero=1 within 2": Case(DP4, 1, 4, shard_degree=2),
+    "dp=4, zero=3 within 2, one micro-batch": Case(DP4, 3, 1, shard_degree=2),
+    "dp=4, zero=3 within 2, recompute": Case(DP4, 3, 2, "selective", shard_degree=2),
 }
 
 
@@ -101,8 +116,7 @@ def order(schedule: str, num_microbatches: int) -> list[tuple[str, int]]:
 
 def make_executor(case: Case) -> StageExecutor:
     """The whole model as one stage on all ranks."""
-    ranks = torch.arange(case.mesh.size, dtype=torch.int).view(case.mesh.shape)
-    device_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=case.mesh.axes)
+    device_mesh = device_mesh_of(case.mesh, case.zero, case.shard_degree)
     program = stage_program(
         case.mesh,
         case.mesh.coordinates(dist.get_rank()),
@@ -110,6 +124,7 @@ def make_executor(case: Case) -> StageExecutor:
         recompute=case.recompute,
         layouts=case.layouts,
     )
+    program = replace(program, shard_degree=case.shard_degree)
     stage = StageModule(program, device_mesh, zero=case.zero, precision="fp64")
     materialize(stage, weights())
     return StageExecutor(stage, StageVariant(case.num_microbatches))
@@ -168,11 +183,11 @@ def test_zero_with_tensor_parallel_training_on_four_ranks_equals_one_process(
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts all-gathers and reduce-scatters."""
+    """Counts all-gathers, reduce-scatters and all-reduces."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = {"_allgather_base_": 0, "alltoall_base_": 0}
+        self.counts = {"_allgather_base_": 0, "alltoall_base_": 0, "allreduce_": 0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("c10d::")
@@ -181,9 +196,11 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_collectives(zero: int, num_microbatches: int) -> tuple[int, int]:
-    """All-gathers and reduce-scatters of one step, in GPipe's order."""
-    executor = make_executor(Case(DP2, zero, num_microbatches))
+def count_collectives(
+    zero: int, num_microbatches: int, mesh: Mesh = DP2, degree: int = 0
+) -> tuple[int, ...]:
+    """All-gathers, reduce-scatters and all-reduces of one step, in GPipe's order."""
+    executor = make_executor(Case(mesh, zero, num_microbatches, shard_degree=degree))
     with CountCollectives() as mode:
         executor.begin_step(global_batch(num_microbatches))
         for microbatch in range(num_microbatches):
@@ -191,12 +208,12 @@ def count_collectives(zero: int, num_microbatches: int) -> tuple[int, int]:
         for microbatch in range(num_microbatches):
             executor.backward(microbatch, {}, last=microbatch == num_microbatches - 1)
         executor.finish_step()
-    return mode.counts["_allgather_base_"], mode.counts["alltoall_base_"]
+    return tuple(mode.counts.values())
 
 
-def count_every_zero(num_microbatches: int, group_bytes: int) -> list[tuple[int, int]]:
+def count_every_zero(num_microbatches: int, group_bytes: int) -> list[tuple[int, ...]]:
     zero_stages.GROUP_BYTES, zero_stages.TINY_BYTES = group_bytes, 0
-    return [count_collectives(zero, num_microbatches) for zero in range(4)]
+    return [count_collectives(zero, num_microbatches)[:2] for zero in range(4)]
 
 
 @pytest.mark.parametrize(("groups", "group_bytes"), [(5, 0), (2, 1_000_000)])
@@ -212,6 +229,20 @@ def test_each_zero_stage_gathers_and_reduces_as_often_as_it_says(
             (groups, groups * num_microbatches),
             (2 * groups * num_microbatches, groups * num_microbatches),
         ]
+
+
+def count_on_four(num_microbatches: int, degree: int) -> list[tuple[int, ...]]:
+    zero_stages.GROUP_BYTES, zero_stages.TINY_BYTES = 0, 0
+    return [count_collectives(zero, num_microbatches, DP4, degree) for zero in (1, 2, 3)]
+
+
+def test_shards_are_summed_over_groups_once_a_step() -> None:
+    """Five groups of parameters; all other collectives are as often as over all ranks."""
+    every = run_processes(4, count_on_four, 3, 0)
+    within = run_processes(4, count_on_four, 3, 2)
+    for counts, without in zip(within, every, strict=True):
+        for own, other in zip(counts, without, strict=True):
+            assert own == (*other[:2], other[2] + 5)
 
 
 def gradients_of(case: Case, is_async: bool) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ that fits, over
 - every mesh dp × tp of a submesh, "tp" never across hosts unless some host gives a part that
   nothing divides; "dp" must divide the micro-batch's rows and splits the batch, all else is free,
 - every layout of every node that the rules offer, equal blocks of a stage alike,
-- every ZeRO stage (0 to 3, where there is a "dp"), one per stage,
+- every ZeRO stage (0 to 3, where there is a "dp"), over all ranks or within a host, one per stage,
 - every block of a stage as it is, selectively or fully recomputed,
 - every schedule of ``request.SCHEDULES``.
 
@@ -135,9 +135,10 @@ class Best:
                 ),
                 devices=tuple(self.ranks[r] if self.ranks else r for r in way.ranks),
                 mesh=way.stage.prices.mesh,
-                zero=way.zero,
+                zero=way.stage.shardings[way.zero][0],
                 layouts=way.stage.layouts(way.which),
                 prediction=StagePrediction({}, {}),
+                shard_degree=way.stage.shardings[way.zero][1],
             )
             for way in self.ways
         )

@@ -7,6 +7,7 @@ tensors.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -166,10 +167,23 @@ def with_held(
 
 def _holding(node: Node, held: Layout, wanted: Layout, prices: Prices) -> list[float]:
     figures = list(prices.conversion(node.spec, held, wanted))
-    for zero in ZEROS:
-        seconds, states = prices.parameter(node.spec, held, zero)
+    for sharding in shardings(prices):
+        seconds, states = prices.parameter(node.spec, held, *sharding)
         figures += [*seconds, *states]
     return figures
+
+
+def shardings(prices: Prices) -> list[tuple[int, int]]:
+    """Every ZeRO stage over all ranks (degree 0); where data-parallel ranks lie on several hosts,
+    equally many and several on each, also ZeRO 1 to 3 within a host."""
+    joint, hosts = prices.mesh.joint_axes, prices.cluster.host_of
+    found = [(zero, 0) for zero in ZEROS]
+    groups = prices.mesh.groups(*joint) if joint else ()
+    counts = [Counter(hosts[prices.ranks[index]] for index in group) for group in groups]
+    sizes = {size for own in counts for size in own.values()}
+    if counts and min(map(len, counts)) > 1 and len(sizes) == 1 and min(sizes) > 1:
+        found += [(zero, min(sizes)) for zero in ZEROS[1:]]
+    return found
 
 
 def _undominated(figures: Floats) -> list[int]:

@@ -19,7 +19,7 @@ from itertools import combinations, product
 from typing import Any
 
 import numpy as np
-from brute_force_layouts import NO_CUTS, ZEROS, Choices, Cuts, Floats, Ints
+from brute_force_layouts import NO_CUTS, Choices, Cuts, Floats, Ints, shardings
 from brute_force_overlap import ahead_and_behind, all_at_once, one_ahead
 from brute_force_sums import OF_STATES, new_only, of_states
 
@@ -292,10 +292,10 @@ class Stage(Choices):
     def _price_parameters(self) -> None:
         """Per ZeRO stage: seconds of the states by ``OF_STATES``; their bytes, and those gathered,
         per block."""
-        num = self.num_assignments
-        self.states = np.zeros((len(ZEROS), len(self.blocks), len(OF_STATES), num))
-        self.state_bytes = np.zeros((len(ZEROS), num))
-        self.gathered = np.zeros((len(ZEROS), len(self.blocks), num))
+        num, self.shardings = self.num_assignments, shardings(self.prices)
+        self.states = np.zeros((len(self.shardings), len(self.blocks), len(OF_STATES), num))
+        self.state_bytes = np.zeros((len(self.shardings), num))
+        self.gathered = np.zeros((len(self.shardings), len(self.blocks), num))
         self.parameters: dict[str, int] = {}
         for number, block in enumerate(self.blocks):
             for name in block.nodes:
@@ -303,15 +303,14 @@ class Stage(Choices):
                     if self.graph[ref.name].kind == "parameter":
                         self.parameters.setdefault(ref.name, number)
             if block.parameters:
-                for zero in ZEROS:
-                    latency = np.array([of_states(self.prices.block_sync(zero))]).T
+                for zero, own in enumerate(self.shardings):
+                    latency = np.array([of_states(self.prices.block_sync(*own))]).T
                     self.states[zero, number] += latency
         for name, number in self.parameters.items():
             layouts, ids = self.made(Ref(name))
-            for zero in ZEROS:
-                priced = [
-                    self.prices.parameter(self.graph[name].spec, each, zero) for each in layouts
-                ]
+            spec = self.graph[name].spec
+            for zero, sharding in enumerate(self.shardings):
+                priced = [self.prices.parameter(spec, each, *sharding) for each in layouts]
                 is_shared = self.num_blocks(name) > 1
                 own = np.array([of_states(p[0]) for p in priced]).T[:, ids]
                 self.states[zero, 0 if is_shared else number] += own
@@ -322,7 +321,7 @@ class Stage(Choices):
 
     @property
     def zeros(self) -> tuple[int, ...]:
-        return ZEROS if self.prices.shards > 1 else (0,)
+        return tuple(range(len(self.shardings))) if self.prices.shards > 1 else (0,)
 
     @cached_property
     def recomputations(self) -> list[Modes]:
@@ -362,7 +361,7 @@ class Stage(Choices):
 
         ``halved``: the backward is that of both halves, and a sixth column is the second half.
         """
-        passes, beside = self._beside(modes, halved=halved)
+        passes, beside = self._beside(zero, modes, halved=halved)
         forward = [own[0] for own in beside]
         states = [dict(zip(OF_STATES, own, strict=True)) for own in self.states[zero]]
         gather = [(own["forward_states"], own["forward_slowed"]) for own in states]
@@ -382,18 +381,19 @@ class Stage(Choices):
 
     def first_gather(self, zero: int, modes: Modes) -> Floats:
         """Seconds of gathers, a part of the end, that may run before a step's first forward."""
-        _, beside = self._beside(modes, halved=False)
+        _, beside = self._beside(zero, modes, halved=False)
         states = [dict(zip(OF_STATES, own, strict=True)) for own in self.states[zero]]
         once = [(own["parameter_gather"], own["gather_slowed"]) for own in states]
         return all_at_once(once, [own[0] for own in beside])
 
-    def _beside(self, modes: Modes, *, halved: bool) -> tuple[Floats, list[Floats]]:
+    def _beside(self, zero: int, modes: Modes, *, halved: bool) -> tuple[Floats, list[Floats]]:
         """Seconds of forward and backward, and for each block the seconds beside which collectives
         of states run."""
         blocks = self._ways(modes, halved=halved)
         compute = sum((own for own, _ in blocks), np.zeros(self.ends.shape))
         communication = sum((sent for _, sent in blocks), self.ends)
-        hides = compute if self.prices.shares_links else compute + communication
+        shares_links = self.prices.shares_links(self.shardings[zero][1])
+        hides = compute if shares_links else compute + communication
         scale = np.divide(hides, compute, out=np.zeros_like(hides), where=compute > 0)
         return compute + communication, [own * scale for own, _ in blocks]
 

@@ -100,6 +100,8 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "one dp axis": ("llama", {"dp": 8}),
     "zero 1": ("llama", {"dp": 8, "zero": 1}),
     "fsdp": ("llama", {"dp": 8, "zero": 3, "recompute": "full"}),
+    "hsdp": ("llama", {"dp": 8, "zero": 3, "shard": 4}),
+    "zero 1 within groups": ("llama", {"dp": 4, "pp": 2, "zero": 1, "shard": 2, "layers": (4, 4)}),
     "tp": ("llama", {"tp": 8, "sequence_parallel": False}),
     "sp": ("llama", {"dp": 2, "tp": 4, "zero": 1, "sequence_parallel": True}),
     "1f1b": ("llama", {"dp": 2, "pp": 4, "zero": 1, "layers": (2, 2, 2, 2)}),

@@ -77,6 +77,12 @@ PARALLEL = (
         "AP112", f"plan {FOUR} --parallel dp=2,dp=2", r"(--parallel dp=2)", "plan " + FOUR + " {0}"
     ),
     Case("AP112", f"plan {TWO} --parallel zero=4", r"(zero=1)", "plan " + TWO + " --parallel {0}"),
+    Case(
+        "AP127",
+        f"plan {FOUR} --parallel dp=4,shard=3",
+        r"shard= one of (\d), 4",
+        "plan " + FOUR + " --parallel dp=4,shard={0}",
+    ),
     Case("AP112", f"plan {TWO} --parallel dp=two", r"(dp=2)", "plan " + TWO + " --parallel {0}"),
     Case(
         "AP150",

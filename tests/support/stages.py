@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel.passes.local.stage_cut import Boundary
@@ -31,6 +32,8 @@ from autoparallel.passes.ops.collectives import (
 )
 from autoparallel.planner.graph.graph import TensorSpec
 from autoparallel.planner.graph.layout import INVARIANT, REPLICATE, Layout, Mesh, shard
+from autoparallel.planner.plan import StagePlan, StagePrediction
+from autoparallel.runtime.messages.groups import stage_mesh
 from autoparallel.runtime.step.executor import ReadConstants
 
 aten = torch.ops.aten
@@ -293,3 +296,10 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     """The largest difference relative to the largest magnitude expected."""
     scale = expected.abs().max().clamp(min=1e-300)
     return float((found - expected).abs().max() / scale)
+
+
+def device_mesh_of(mesh: Mesh, zero: int, degree: int = 0) -> DeviceMesh:
+    """The device mesh of a stage on all ranks, with its groups of ``degree`` ranks."""
+    devices, prediction = tuple(range(mesh.size)), StagePrediction({}, {})
+    own = StagePlan((), devices, mesh, zero, {}, prediction, shard_degree=degree)
+    return stage_mesh([own], "cpu")

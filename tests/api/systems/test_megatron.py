@@ -64,6 +64,7 @@ INTEGERS = (
     "context-parallel-size",
     "expert-model-parallel-size",
     "expert-tensor-parallel-size",
+    "num-distributed-optimizer-instances",
     "micro-batch-size",
     "global-batch-size",
     "seq-length",
@@ -110,6 +111,7 @@ FLOATS = (
 CHOICES = {
     "cp-comm-type": ("p2p", "a2a", "all_gather", "a2a+p2p"),
     "data-parallel-sharding-strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    "outer-dp-sharding-strategy": ("no_shard", "optim"),
     "ckpt-format": ("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
     "recompute-granularity": ("full", "selective"),
     "recompute-method": ("uniform", "block"),
@@ -211,6 +213,16 @@ def test_megatrons_own_parser_reads_it(tmp_path: Path, monkeypatch: pytest.Monke
         ("some layers", ["--recompute-num-layers=4", "--recompute-method=block"], []),
         ("offload", ["--optimizer-cpu-offload"], []),
         ("half gradients", ["--grad-reduce-in-bf16"], []),
+        (
+            "hsdp",
+            ["--num-distributed-optimizer-instances=2", "--outer-dp-sharding-strategy=no_shard"],
+            [],
+        ),
+        (
+            "zero 1 within groups",
+            ["--num-distributed-optimizer-instances=2", "--use-distributed-optimizer"],
+            ["--outer-dp-sharding-strategy=no_shard"],
+        ),
     ],
 )
 def test_arguments(name: str, wanted: list[str], unwanted: list[str], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import save_plan
 from autoparallel.systems.degrees import configuration_of
 from autoparallel.systems.features import FEATURES, features_of
-from autoparallel.systems.system import PricedConfig, candidates_of
+from autoparallel.systems.system import OVER_ALL, PricedConfig, candidates_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -162,6 +162,28 @@ def test_the_command_prints_what_it_wrote(
     )
     found = json.loads(capsys.readouterr().out)["result"]
     assert found["degrees"] == {"dp": 2, "tp": 1, "cp": 1, "ep": 1, "pp": 4}
+
+
+@pytest.mark.parametrize(
+    ("system", "name", "text"),
+    [
+        ("torchtitan", "hsdp", "data_parallel_replicate_degree=2"),
+        ("torchtitan", "zero 1 within groups", "data_parallel_shard_degree=2"),
+        ("megatron", "hsdp", "--num-distributed-optimizer-instances=2"),
+        ("accelerate", "hsdp", "parallelism_config_dp_replicate_size: 2"),
+        ("transformers", "hsdp", "parallelism_config_dp_shard_size: 4"),
+        ("deepspeed", "hsdp", None),
+        ("accelerate", "zero 1 within groups", None),
+    ],
+)
+def test_shards_within_groups_are_written_or_said_to_be_over_all_ranks(
+    system: str, name: str, text: str | None, tmp_path: Path
+) -> None:
+    """Accelerate's ZeRO 1 is DeepSpeed's, which has no groups."""
+    report = written(case(name), system, tmp_path).report
+    files = "\n".join(path.read_text() for path in (tmp_path / "out").iterdir())
+    assert (OVER_ALL in " ".join(report.split())) == (text is None)
+    assert text is None or text in files
 
 
 def test_the_documents_table_is_what_the_systems_say() -> None:

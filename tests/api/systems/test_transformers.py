@@ -47,6 +47,7 @@ def test_training_arguments_are_made_of_it(
         assert found.fsdp_plugin_args["fsdp_version"] == 2
         assert found.fsdp_plugin_args["reshard_after_forward"] == (facts["zero"] == 3)
     several = degrees["tp"] * degrees["cp"] > 1 and degrees["dp"] * degrees["cp"] > 1
+    several = several or facts["shard"] is not None
     assert ("accelerate.yaml" in wrote.files) == several
     assert wrote.start.startswith("accelerate launch" if several else "torchrun")
 

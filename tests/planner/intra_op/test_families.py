@@ -12,6 +12,7 @@ from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.choices import Restriction
+from autoparallel.planner.costs.mesh_prices import ZEROS
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.integer_programs.ilp import cost, memory_bytes, optimize
@@ -22,7 +23,7 @@ from autoparallel.planner.stage.stage_cost import StageTable
 from autoparallel.planner.stage.stage_model import StageModel
 from autoparallel.planner.stage.stage_problem import StageOptions, StageProblem
 from autoparallel.planner.stage.structure import Structure
-from autoparallel.planner.stage.terms import BLOCK_MODES, ZEROS
+from autoparallel.planner.stage.terms import BLOCK_MODES
 
 COUNT = 4
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))

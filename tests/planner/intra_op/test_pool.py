@@ -10,13 +10,14 @@ from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.choices import Restriction
+from autoparallel.planner.costs.mesh_prices import ZEROS
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.intra_op.pool import Pool
 from autoparallel.planner.stage.stage_model import StageModel
 from autoparallel.planner.stage.stage_problem import Solution, StageOptions, StageProblem
 from autoparallel.planner.stage.structure import Run, Structure
-from autoparallel.planner.stage.terms import HELD_STATES, KEPT, ZEROS
+from autoparallel.planner.stage.terms import HELD_STATES, KEPT
 
 COUNT = 4
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))

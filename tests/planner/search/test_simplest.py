@@ -33,12 +33,14 @@ def planned(tolerance: float, forced: Forced | None = None) -> Plan:
 
 def test_shapes_are_compared_by_their_weightiest_difference() -> None:
     looped, pipeline, plain, idle = (
-        Shape(False, 2, 2, 5, 0, 0, 0),
-        Shape(False, 1, 2, 0, 0, 0, 0),
-        Shape(False, 1, 1, 0, 1, 3, 4),
-        Shape(True, 1, 1, 0, 0, 0, 0),
+        Shape(False, 2, 2, 5, 0, 0, 0, False),
+        Shape(False, 1, 2, 0, 0, 0, 0, False),
+        Shape(False, 1, 1, 0, 1, 3, 4, False),
+        Shape(True, 1, 1, 0, 0, 0, 0, False),
     )
-    assert sorted([idle, looped, pipeline, plain]) == [plain, pipeline, looped, idle]
+    within = plain._replace(replicated_shards=True)
+    expected = [plain, within, pipeline, looped, idle]
+    assert sorted([idle, looped, within, pipeline, plain]) == expected
 
 
 @cache

@@ -13,12 +13,13 @@ from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.costs.choices import inner_collectives, input_specs
 from autoparallel.planner.costs.kept_bytes import RECOMPUTE_MODES, Replay, replay
+from autoparallel.planner.costs.mesh_prices import ZEROS
 from autoparallel.planner.costs.prices import Prices, Seconds
 from autoparallel.planner.graph.graph import Graph
 from autoparallel.planner.graph.layout import NodeLayout
 from autoparallel.planner.intra_op.intra_op import IntraOp
 from autoparallel.planner.search.context import SearchContext
-from autoparallel.planner.stage.decisions import ZEROS, Decision, decide
+from autoparallel.planner.stage.decisions import Decision, decide
 
 SEEDS = (1, 4, 10, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 7)))
 """Of every number of devices but three, on one host or two, alike or not."""
