@@ -19,7 +19,9 @@ SCHEMA = 6
 OMITTED = {"omitted": True}
 """Metadata of a field that plan files omit where it has its default, as older files do."""
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal[
+    "none", "none-offloaded", "selective", "attention", "attention-offloaded", "full"
+]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 GradientOrder = Literal["backward", "priority"]
 """Order of gradient sums: "backward", as the backward completes the gradients, or "priority", as

@@ -229,8 +229,7 @@ def configuration_summary(own: Configuration, num_layers: int) -> str:
             own.mesh,
             own.zero,
             num_layers if rank == 0 else 0,
-            num_full=recomputed * (own.recompute == "full" and rank == 0),
-            num_selective=recomputed * (own.recompute == "selective" and rank == 0),
+            modes=(own.recompute,) * (recomputed if rank == 0 else 0),
             ep=own.ep,
         )
         for rank in range(own.pp)

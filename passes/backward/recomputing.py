@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...planner.kernels.recompute import without_offload
+from ...planner.plan import Recompute
 from .replayed import AGAIN, KEPT, MARK, PRODUCT, SPARED, TILED
 
 aten = torch.ops.aten
@@ -41,7 +44,7 @@ COSTLY = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-"""Ops whose results selective recomputation keeps: they are expensive for their size."""
+"""Ops whose results recomputation may keep: they are expensive for their size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +71,26 @@ class _Hollow:
 class Recomputing:
     """State of a block (layer) whose backward repeats its forward: which of the two runs now
     (``is_again``: the repetition), and the values kept between them. ``keeps_costly``: results of
-    expensive kernels are kept, too (selective recomputation)."""
+    expensive kernels are kept, too, unless an op that calls them is run again as a whole."""
 
     keeps_costly: bool
     memory: deque[Any] | None = None
     is_again: bool = False
     is_spared: bool = False
+
+    @staticmethod
+    def of(mode: Recompute) -> Recomputing:
+        """Return the state of a block whose backward repeats its forward as ``mode`` says."""
+        return Recomputing(keeps_costly=without_offload(mode) != "full")
+
+    @contextmanager
+    def keeping_nothing(self) -> Iterator[None]:
+        """Return a context in which no result of an expensive kernel is kept."""
+        keeps, self.keeps_costly = self.keeps_costly, False
+        try:
+            yield
+        finally:  # a repetition ends within an op
+            self.keeps_costly = keeps
 
     def contexts(self) -> tuple[Context, Context]:
         """Return the context managers of one forward and of its repetition in the backward, for
@@ -213,18 +230,16 @@ class _Product(_MarkedOp):
 
 class _Again(_MarkedOp):
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
-        keeps, self.block.keeps_costly = self.block.keeps_costly, False
-        try:
+        with self.block.keeping_nothing():
             return self.called(*args, **kwargs)
-        finally:  # a repetition ends within an op
-            self.block.keeps_costly = keeps
 
 
 class _Tiled(_MarkedOp):
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
         if self.block.is_again:
             return self.called.recorded(_given_back(memory.popleft()), *args)  # type: ignore[attr-defined]
-        results = self.called(*args)
+        with self.block.keeping_nothing():
+            results = self.called(*args)
         memory.append(_remembered(results, hollow=True))
         return results
 

@@ -31,6 +31,7 @@ from ...planner.evaluate.stage_walk import StageWalk
 from ...planner.evaluate.step import schedule_of, splits_backward
 from ...planner.graph.graph import Blocks, Graph, TensorSpec
 from ...planner.graph.layout import Layout, Mesh, local_shape
+from ...planner.kernels.recompute import has_tiles
 from ...planner.plan import Plan, StagePlan
 from ...planner.schedules.held import MessageBytes, sends_kept
 from ...planner.stage.stage_cost import TRANSIENT, combine_bytes
@@ -296,7 +297,7 @@ class _Stage:
         mesh, total = self.stage.mesh, 0.0
         positions = stage_ranges(self.plan)[self.index] if self.plan.slices else ()
         for position, decided in zip(positions, self.stage.blocks, strict=False):
-            again = decided.recompute == "full"
+            again = has_tiles(decided.recompute)
             for node in (self.graph[name] for name in self.blocks.blocks[position].nodes):
                 layouts = op_layout(self.stage, self.blocks, node.name).inputs[1:3]
                 pair = zip(node.inputs[1:3], layouts, strict=True)

@@ -365,6 +365,11 @@ def step_bytes(policy: PrecisionPolicy) -> int:
     return 2 * held + policy.gradient_bytes + copied
 
 
+def host_link(device: Device) -> float:
+    """Return the bytes per second of copies between a device and its host in one direction."""
+    return device.host_link_bytes_per_second or HOST_LINK
+
+
 def host_update_seconds(numel: float, policy: PrecisionPolicy, device: Device) -> float:
     """Return the seconds of an optimizer step on ``numel`` elements whose states are in host
     memory.
@@ -373,7 +378,7 @@ def host_update_seconds(numel: float, policy: PrecisionPolicy, device: Device) -
     cores move ``step_bytes``; nothing overlaps. A device without figures of its host gets the rate
     of PCIe 3 for link and memory.
     """
-    link = device.host_link_bytes_per_second or HOST_LINK
+    link = host_link(device)
     memory = HOST_EFFICIENCY * (device.host_bytes_per_second or HOST_LINK)
     moved = policy.gradient_bytes + policy.gathered_bytes
     return numel * (moved / link + step_bytes(policy) / memory)

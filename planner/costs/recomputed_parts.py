@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..graph.expert_dims import is_expert_layer
 from ..graph.graph import Block, Graph, Node, Ref
-from ..kernels.recompute import RecomputedPart, Replay
+from ..kernels.recompute import RecomputedPart, Replay, is_attention
 from ..ops.case import packet
 from .choices import dims_on
 from .prices import Prices
@@ -40,7 +40,7 @@ def of_parts(
     skipped = kept | _scan(nodes)  # kernels over products count their recomputation in the backward
     uses = ((node.name, at) for node in nodes for at in range(len(node.inputs)))
     return Replay(
-        kept,
+        {**found.kept, "selective": kept},
         {**found.skipped, "selective": skipped},
         {**found.unread, "selective": frozenset(uses)},
     )
@@ -57,13 +57,9 @@ def _core(nodes: Sequence[Node], graph: Graph, prices: Prices) -> set[str]:
 
     def is_core(node: Node) -> bool:
         made = (Ref(node.name, index) for index in range(len(node.outputs)))
-        return _is_attention(node) or any(map(is_square, (*node.inputs, *made)))
+        return is_attention(node) or any(map(is_square, (*node.inputs, *made)))
 
     return {node.name for node in nodes if is_core(node)}
-
-
-def _is_attention(node: Node) -> bool:
-    return packet(node.op) == "scaled_dot_product_attention"
 
 
 def _layer(nodes: Sequence[Node]) -> str:
@@ -85,7 +81,7 @@ def _up_projections(nodes: Sequence[Node]) -> set[str]:
     modules = latent | {module.rpartition(".")[0] for module in latent}
     found = set()
     for node in nodes:
-        if _is_attention(node):
+        if is_attention(node):
             break
         if node.module in modules:
             found.add(node.name)

@@ -150,6 +150,8 @@ class StageWalk:
             self._groups(),
             self.prices.shares_links,
             sum(each.hidden_seconds for each in self.found),
+            sum(each.host_bytes for each in self.found),
+            sum(each.copy_seconds for each in self.found),
         )
 
     def _groups(self) -> Groups:

@@ -31,7 +31,7 @@ from ..integer_programs.program import HIGHS, Solver
 from ..plan import Recompute
 from ..requests.features import MODES
 from ..requests.goal import Budget
-from ..stage.recompute_policy import MOST_POLICIES, num_policies, uniform_policy
+from ..stage.recompute_policy import MOST_POLICIES, num_policies, recomputing, uniform_policy
 from ..stage.stage_model import StageModel
 from ..stage.stage_problem import Solution, StageOptions, StageProblem, fixed_bytes
 from ..stage.structure import Run
@@ -338,10 +338,12 @@ class IntraOp:
         solution."""
         run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
         family, count = self._family(run), base.num_microbatches
-        if family is None or num_policies(*run.class_counts) > MOST_POLICIES:
+        used = recomputing(self.limits.recompute, self.limits.modes)
+        if family is None or num_policies(*run.class_counts, used) > MOST_POLICIES:
             return found
         weights = objective_weights(count)
         hidden = float(np.array(found.cost.seconds) @ weights) + sum(found.cost.receive_seconds)
+        hidden -= found.cost.copy_seconds
         hidden += self.model.least_wait(run, base.zero, count)
         if hidden < found.objective * (1 - gap):
             # seconds that no compute hides are not in the programs

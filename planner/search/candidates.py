@@ -398,13 +398,12 @@ class Candidate:
         for (model, answer), choice in zip(self.answers, self.stages, strict=True):
             mesh, zero = model.prices.mesh, answer.setting.zero
             before = ranks.get(choice.first_device, RankSummary(mesh, zero, 0))
-            num_full, num_selective = map(sum, answer.setting.policy)
+            modes = tuple(m for m in answer.run.modes(answer.setting.policy) if m != "none")
             ranks[choice.first_device] = RankSummary(
                 mesh,
                 zero,
                 before.num_blocks + choice.stop - choice.start,
-                before.num_full + num_full,
-                before.num_selective + num_selective,
+                before.modes + modes,
                 answer.shares,
             )
         num_slices = len(self.slices.lengths) if self.slices is not None else 0

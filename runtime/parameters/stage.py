@@ -25,6 +25,7 @@ from ...passes.backward.weight_gradients import WeightGradients, defer
 from ...passes.local.localize import held_path
 from ...passes.ops.collectives import local_tensor
 from ...planner.graph.layout import Region, local_region, region_shape
+from ...planner.kernels.recompute import without_offload
 from ...planner.plan import Precision, Recompute
 from ..messages.communicator import BackwardPosition
 from .parameters import Formats, StageParameter, dtensor_placements, get_by_path, make_parameter
@@ -58,6 +59,7 @@ class StageBlock(nn.Module):
         self.inputs = program.inputs
         self.outputs = program.outputs
         self.recompute: Recompute = program.recompute
+        self.is_kept = without_offload(program.recompute) == "none"
         self.graph = program.module
         self.graphs: list[fx.GraphModule] = [program.module]
         self.part = 0
@@ -79,9 +81,9 @@ class StageBlock(nn.Module):
         op.
         """
         is_plain = self.recompute == "full" and not self.deferred and not is_tiled(self.graph)
-        if self.recompute == "none" or is_plain:
+        if self.is_kept or is_plain:
             return None
-        found = Recomputing(keeps_costly=self.recompute == "selective")
+        found = Recomputing.of(self.recompute)
         found.mark(self.graph)
         return found
 
@@ -106,7 +108,7 @@ class StageBlock(nn.Module):
         graph = self.graphs[self.part]
         if not torch.is_grad_enabled():
             return tuple(graph(*inputs))
-        outputs = graph(*inputs) if self.recompute == "none" else self._recomputed(graph, *inputs)
+        outputs = graph(*inputs) if self.is_kept else self._recomputed(graph, *inputs)
         # fully_shard hooks a block's outputs and warns of views, which may be written to.
         outputs = tuple(_own(o) if o._base is not None and o.requires_grad else o for o in outputs)
         for output in outputs:
