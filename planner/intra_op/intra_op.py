@@ -29,7 +29,7 @@ from ..errors import TimeLimitError
 from ..integer_programs import ilp
 from ..integer_programs.program import HIGHS, Solver
 from ..plan import Recompute
-from ..requests.features import MODES
+from ..requests.features import PLAIN_MODES
 from ..requests.goal import Budget
 from ..stage.recompute_policy import MOST_POLICIES, num_policies, recomputing, uniform_policy
 from ..stage.stage_model import StageModel
@@ -62,7 +62,7 @@ class Limits:
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     recompute: Recompute | None = None
     gap: float = 0.01
-    modes: tuple[Recompute, ...] = MODES
+    modes: tuple[Recompute, ...] = PLAIN_MODES
     solver: Solver = HIGHS
     uses_tables: bool = True
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..costs.seconds import Groups, group_blocks, objective_weights, seconds_of_passes
 from ..kernels.recompute import BLOCK_MODES, has_tiles
 from ..plan import Recompute
-from ..requests.features import MODES
+from ..requests.features import PLAIN_MODES
 from ..stage.recompute_policy import NO_RECOMPUTE, Ints, recomputing
 from ..stage.stage_cost import StageCost, StageTable
 from ..stage.stage_model import CostRow, StageModel
@@ -93,7 +93,7 @@ class Pool:
     run: Run
     zeros: tuple[int, ...]
     recompute: Recompute | None
-    modes: tuple[Recompute, ...] = MODES
+    modes: tuple[Recompute, ...] = PLAIN_MODES
     entries: dict[tuple[int, ...], Entry] = field(default_factory=dict)
     excess_bytes: dict[object, float] = field(default_factory=dict)
     _totals: dict[int, Floats] = field(default_factory=dict)
