@@ -92,10 +92,10 @@ class Recomputing:
         finally:  # a repetition ends within an op
             self.keeps_costly = keeps
 
-    def contexts(self) -> tuple[Context, Context]:
+    def contexts(self, hooks: Hooks | None = None) -> tuple[Context, Context]:
         """Return the context managers of one forward and of its repetition in the backward, for
-        ``torch.utils.checkpoint``."""
-        memory: deque[Any] = deque()
+        ``torch.utils.checkpoint``. ``hooks``: functions that store and restore a kept tensor."""
+        memory: deque[Any] = deque() if hooks is None else _Stored(*hooks)
         return Context(self, memory, is_again=False), Context(self, memory, is_again=True)
 
     def mark(self, graph: fx.GraphModule) -> None:
@@ -142,6 +142,41 @@ class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **(kwargs or {}))
         self._memory.append(_remembered(results, hollow=block.is_spared))
         return results
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Functions that store and restore a tensor, as for ``torch.autograd.graph.saved_tensors_hooks``."""
+
+
+class _Stored(deque[Any]):
+    """Queue of kept values whose tensors are stored by ``hooks``."""
+
+    def __init__(self, store: Callable[[Tensor], Any], restore: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self._store, self._restore = store, restore
+
+    def append(self, held: Any) -> None:
+        super().append(self._stored(held))
+
+    def popleft(self) -> Any:
+        return self._restored(super().popleft())
+
+    def _stored(self, held: Any) -> Any:
+        if isinstance(held, tuple):
+            return tuple(map(self._stored, held))
+        return _Handle(self._store(held)) if isinstance(held, Tensor) else held
+
+    def _restored(self, stored: Any) -> Any:
+        if isinstance(stored, tuple):
+            return tuple(map(self._restored, stored))
+        return self._restore(stored.kept) if isinstance(stored, _Handle) else stored
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """Kept tensor as ``_Stored`` holds it."""
+
+    kept: Any
 
 
 def _tensors(held: Any) -> Iterator[Tensor]:
