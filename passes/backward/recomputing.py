@@ -145,7 +145,7 @@ class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""Functions that store and restore a tensor, as for ``torch.autograd.graph.saved_tensors_hooks``."""
+"""Functions that store and restore a tensor, as ``saved_tensors_hooks`` of torch takes them."""
 
 
 class _Stored(deque[Any]):

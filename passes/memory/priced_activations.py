@@ -23,13 +23,14 @@ from ...planner.evaluate.block_walk import BlockCost
 from ...planner.evaluate.stage_walk import StageWalk
 from ...planner.stage.kind_model import GATHERED_BLOCKS
 from ...planner.stage.stage_cost import combine_bytes
+from ...planner.stage.stage_problem import OFFLOAD_WINDOW
 from .saved_tensors import BUFFERS, Moment, StageActivations
 from .state_traffic import BUCKET_BYTES, COMMUNICATION, GATHERED, GRADIENTS
 from .storages import SAVED
 
 WORKING = "working"
-"""Memory category of the temporary tensors of the running block: of its largest op, and values
-recomputed in its backward."""
+"""Memory category of the temporary tensors of the running block: of its largest op, values
+recomputed in its backward, and offloaded values on their way."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class PricedStage:
         for block in self._blocks:
             kept += _kept(block)
             whole = self._exchanged(block)[0] if self.walk.stage.zero == 3 else 0.0
-            yield {SAVED: kept, WORKING: block.working_bytes, GATHERED: whole, COMMUNICATION: whole}
+            working = block.working_bytes + OFFLOAD_WINDOW * block.host_bytes
+            yield {SAVED: kept, WORKING: working, GATHERED: whole, COMMUNICATION: whole}
 
     def _backward(self, moment: Moment) -> Iterator[dict[str, float]]:
         """Yield the bytes by category that the micro-batch takes at the beginning and at the end of

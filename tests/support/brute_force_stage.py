@@ -51,7 +51,18 @@ PASSES = (
 )
 """What a pass takes: compute while the host issues it, then communication."""
 
-MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+KEPT_MODES: tuple[Recompute, ...] = ("none", "selective", "attention", "full")
+OFFLOADED: dict[Recompute, Recompute] = {
+    "none-offloaded": "none",
+    "attention-offloaded": "attention",
+}
+"""The mode of a block whose kept values wait in the host's memory, without that."""
+
+WINDOW = 2
+"""Blocks whose values are on their way."""
+
+MODES: tuple[Recompute, ...] = (*KEPT_MODES, *OFFLOADED)
+SEARCHED: tuple[Recompute, ...] = ("none", "selective", "full")
 Held = tuple[tuple[int, int], ...]
 """(Micro-batches kept whole, those of which only the gradients of weights are to come), as many
 as are held at the same time; none of the latter where no schedule splits backwards."""
@@ -88,7 +99,9 @@ class Stage(Choices):
         batch_axes: Sequence[int] = (),
         cuts: Cuts = NO_CUTS,
         reduce: bool = True,
+        modes: Modes = SEARCHED,
     ) -> None:
+        self.modes = modes
         super().__init__(
             graph, blocks, prices, span, batch_axes=batch_axes, cuts=cuts, reduce=reduce
         )
@@ -99,6 +112,7 @@ class Stage(Choices):
         self.passes: list[Floats] = []
         self.skipped: list[dict[Recompute, Floats]] = []
         self.bytes: list[dict[Recompute, Floats]] = []
+        self.host_bytes: list[dict[Recompute, Floats]] = []
         self.late = np.zeros(num)
         self.late_passes: list[Floats] = []
         self.late_bytes = np.zeros(num)
@@ -180,19 +194,26 @@ class Stage(Choices):
 
     def _hold(self, block: Block, read: Floats) -> None:
         """Bytes that a block keeps, and makes again in its backward, in each mode."""
-        kept = partial(kept_parts, of=self._replay(block))
-
-        def either(*given: Any) -> set[Part]:
-            return {*saved_parts(*given), *kept(*given)}
-
-        saved, selected, both = (
-            self._sum_of_parts(block, of) for of in (saved_parts, kept, either)
-        )
+        saved = self._sum_of_parts(block, saved_parts)
         self.late_bytes += self._sum_of_parts(block, self._late_parts)
         batch = self._sum_of_parts(block, read_parts)
-        self.bytes.append({"none": saved, "selective": read + selected, "full": read + batch})
         none = np.zeros(self.num_assignments)
-        self.made_again.append({"none": none, "selective": both - selected, "full": saved})
+        kept: dict[Recompute, Floats] = {"none": saved, "full": read + batch}
+        made: dict[Recompute, Floats] = {"none": none, "full": saved}
+        modes: tuple[Recompute, ...] = ("selective", "attention")
+        for mode in modes:
+            of_mode = partial(kept_parts, of=self._replay(block).kept[mode])
+
+            def either(*given: Any, of: Callable[..., Iterable[Part]] = of_mode) -> set[Part]:
+                return {*saved_parts(*given), *of(*given)}
+
+            selected, both = (self._sum_of_parts(block, of) for of in (of_mode, either))
+            kept[mode], made[mode] = read + selected, both - selected
+        self.host_bytes.append({mode: kept[base] for mode, base in OFFLOADED.items()})
+        for mode, base in OFFLOADED.items():
+            made[mode] = made[base] + WINDOW * kept[base]
+        self.bytes.append(kept | dict.fromkeys(OFFLOADED, none))
+        self.made_again.append(made)
 
     def _op(self, name: str) -> Floats:
         key = self.key(name)
@@ -332,8 +353,8 @@ class Stage(Choices):
         """
         numbers = [self._number(block) for block in range(len(self.blocks))]
         return [
-            tuple(MODES[place] for place in places)
-            for places in product(range(len(MODES)), repeat=len(numbers))
+            tuple(self.modes[place] for place in places)
+            for places in product(range(len(self.modes)), repeat=len(numbers))
             if all(
                 places[i] >= places[j]
                 for i, j in combinations(range(len(numbers)), 2)
@@ -442,13 +463,19 @@ class Stage(Choices):
     def _without(self, every_late: Sequence[Floats]) -> list[dict[Recompute, Floats]]:
         """The same, backward without what is late."""
         found: list[dict[Recompute, Floats]] = []
-        for own, skipped, late in zip(self.passes, self.skipped, every_late, strict=True):
+        every = zip(self.passes, self.skipped, every_late, self.host_bytes, strict=True)
+        device = self.prices.device
+        link = device.host_link_bytes_per_second or 12e9
+        for own, skipped, late, host in every:
             by_mode: dict[Recompute, Floats] = {}
             for mode in MODES:
-                passes = own.copy()
+                passes, base = own.copy(), OFFLOADED.get(mode, mode)
                 passes[[1, 5]] -= late
-                if mode != "none":
-                    passes[1::2] += passes[::2] - skipped[mode][::2]
+                if base != "none":
+                    passes[1::2] += passes[::2] - skipped[base][::2]
+                if mode in OFFLOADED:
+                    hides = passes[:2] + np.stack([np.zeros_like(late[0]), late[0]])
+                    passes[2:4] += np.maximum(0.0, host[mode] / link - hides)
                 compute, communication, issue = passes.reshape(3, 2, -1)
                 by_mode[mode] = np.stack([np.maximum(compute, issue), communication])
             found.append(by_mode)
