@@ -82,7 +82,7 @@ class BlockCost:
     backward is split; ``late_bytes`` are kept for it. ``gathered_bytes``: gathered parameters and
     recomputed values. ``batch_bytes``: the part of ``kept_bytes`` that depends on the batch.
     ``values``: layouts of ``Reads.values``. ``hidden_seconds``: exchanges of tokens with experts
-    beside compute. ``host_bytes``: kept in the host's memory; ``copy_seconds``: the part of
+    beside compute. ``host_bytes``: kept in the host's memory; ``exposed_copies``: the part of
     ``seconds`` that waits for copies of them.
     """
 
@@ -98,7 +98,7 @@ class BlockCost:
     values: tuple[Layout, ...]
     hidden_seconds: float
     host_bytes: float = 0.0
-    copy_seconds: float = 0.0
+    exposed_copies: float = 0.0
 
 
 def block_cost(reads: Reads, layouts: Layouts, mode: Recompute, setting: StageFacts) -> BlockCost:

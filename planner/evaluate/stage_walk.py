@@ -15,6 +15,7 @@ import numpy as np
 
 from ...cost_model.cluster.cluster import Cluster, Link
 from ...cost_model.ops.memory import reserve_bytes
+from ..costs.mesh_prices import host_link
 from ..costs.price_cache import PriceCache
 from ..costs.prices import Prices, Rules, Seconds, StateBytes
 from ..costs.seconds import Groups
@@ -138,6 +139,7 @@ class StageWalk:
             states = StateBytes(*(a + b for a, b in zip(states, own_bytes, strict=True)))
         kept = float(sum(each.kept_bytes for each in self.found))
         late = sum(each.late_seconds for each in self.found)
+        host_bytes = sum(each.host_bytes for each in self.found)
         return StageCost(
             seconds,
             (
@@ -150,8 +152,9 @@ class StageWalk:
             self._groups(),
             self.prices.shares_links,
             sum(each.hidden_seconds for each in self.found),
-            sum(each.host_bytes for each in self.found),
-            sum(each.copy_seconds for each in self.found),
+            host_bytes,
+            sum(each.exposed_copies for each in self.found),
+            host_bytes / host_link(self.prices.device),
         )
 
     def _groups(self) -> Groups:

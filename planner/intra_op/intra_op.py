@@ -343,7 +343,7 @@ class IntraOp:
             return found
         weights = objective_weights(count)
         hidden = float(np.array(found.cost.seconds) @ weights) + sum(found.cost.receive_seconds)
-        hidden -= found.cost.copy_seconds
+        hidden -= found.cost.exposed_copies
         hidden += self.model.least_wait(run, base.zero, count)
         if hidden < found.objective * (1 - gap):
             # seconds that no compute hides are not in the programs

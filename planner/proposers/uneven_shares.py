@@ -228,8 +228,8 @@ class _Shared:
             is_whole = sizes in policy or not policy.num_blocks
             if not allows or (many and not is_whole):
                 continue
-            is_forced = request.recompute not in (None, "none")
-            if is_forced and policy != uniform_policy(request.recompute, sizes):
+            forced = request.recompute or "none"
+            if forced != "none" and policy != uniform_policy(forced, sizes):
                 continue
             yield policy if policy.num_blocks else NO_RECOMPUTE
 

@@ -74,7 +74,8 @@ class StageCost:
     unless both use the same links (``shares_links``). Without groups the stage counts as one block.
     ``hidden_exchanges``: seconds per micro-batch of exchanges with experts beside compute, for a
     plan's report. ``offloaded_bytes``: of one micro-batch in the host's memory;
-    ``copy_seconds``: part of the communication in which the stage waits for copies of them.
+    ``host_copies``: seconds of copying them in one direction; ``exposed_copies``: part of the
+    communication in which the stage waits for copies.
     """
 
     seconds: Seconds
@@ -86,7 +87,8 @@ class StageCost:
     shares_links: bool = True
     hidden_exchanges: float = field(default=0.0, compare=False)
     offloaded_bytes: float = field(default=0.0, compare=False)
-    copy_seconds: float = field(default=0.0, compare=False)
+    exposed_copies: float = field(default=0.0, compare=False)
+    host_copies: float = field(default=0.0, compare=False)
 
     @property
     def compute_seconds(self) -> tuple[float, float]:
@@ -443,6 +445,7 @@ class StageTable:
         transient = self._transient_bytes(run, kinds, forced, costs)
         exposed = [float(forced.sums(own)[0]) for own in costs.exposed_seconds]
         seconds[list(CONVERTED)] += exposed
+        host_bytes = float(forced.sums(costs.host_bytes)[0])
         memory = {state.name.lower(): float(states[state]) for state in list(State)[HELD]}
         memory["activations"] = kept * setting.in_flight
         late = None
@@ -461,8 +464,9 @@ class StageTable:
             late,
             self._groups_of(run, setting, of_kind),
             self.model.prices.shares_links,
-            offloaded_bytes=float(forced.sums(costs.host_bytes)[0]),
-            copy_seconds=sum(exposed),
+            offloaded_bytes=host_bytes,
+            exposed_copies=sum(exposed),
+            host_copies=host_bytes / host_link(self.model.prices.device),
         )
 
     def _groups_of(self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats]) -> Groups:

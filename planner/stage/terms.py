@@ -107,7 +107,8 @@ def byte_weights(occurrences: Sequence[float], in_flight: int) -> Floats:
 
 def _by_kept_mode(occurrences: Sequence[float] | Floats) -> Floats:
     """Return the sums of values by ``BLOCK_MODES`` that have the same one of ``KEPT_MODES``."""
-    return np.bincount(KEPT_AS, weights=occurrences, minlength=len(KEPT_MODES))
+    found: Floats = np.bincount(KEPT_AS, occurrences, len(KEPT_MODES)).astype(np.float64)
+    return found
 
 
 @dataclass(frozen=True)

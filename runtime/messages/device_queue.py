@@ -198,7 +198,7 @@ class CudaQueue:
         return event
 
     def wait_for(self, event: Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
+        torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
 
     def _pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_elements, dtype=dtype, pin_memory=True)
