@@ -199,8 +199,8 @@ def _offloaded(
 
 def with_offers(request: Request, graph: Graph, cluster: Cluster) -> Request:
     """Return a request that also offers ``OFFERED_MODES`` of recomputation, on GPUs, if the
-    attention of the graph has ``LONG_POSITIONS``: attention is then so much of the compute that
-    rerunning it is what recomputation costs, and what a block keeps can be copied meanwhile."""
+    attention of the graph has ``LONG_POSITIONS``: attention is then most of the compute, so
+    rerunning it makes recomputation slow, and kept values can be copied beside it."""
     is_long = longest_attention(graph) >= LONG_POSITIONS
     return _offering(request, OFFERED_MODES if is_long and _are_gpus(cluster) else ())
 

@@ -289,8 +289,9 @@ def _distributed(blocks: Ints, *, counts: Ints) -> Ints:
 def efficient_policies(
     counts: tuple[int, ...],
     kinds: tuple[str, ...],
-    costs: RecomputeCosts,
     modes: tuple[Recompute, ...] = USUAL_MODES,
+    *,
+    costs: RecomputeCosts,
 ) -> Policies:
     """Return the policies on the Pareto fronts of seconds, kept bytes and transient bytes, a front
     for ``modes`` and one for each of them. The first recomputes nothing, and uniform policies are

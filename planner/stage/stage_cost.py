@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
@@ -294,10 +294,7 @@ class StageTable:
         amounts += total(self.model.placed_terms(kind), choices)
         amounts[:, SECONDS] += model.constant
         held = [model.held(number, choice) for number, choice in enumerate(choices)]
-        kept = {
-            mode: {part for own in held for part in getattr(own, PARTS[mode])}
-            for mode in KEPT_MODES
-        }
+        kept = {m: {part for own in held for part in getattr(own, PARTS[m])} for m in KEPT_MODES}
         amounts[:, KEPT] = [_size(own) for own in kept.values()]
         again = {part for own in held for part in own.again}
         working = float(max((own.working_bytes for own in held), default=0))
@@ -306,12 +303,9 @@ class StageTable:
         whole = {mode: _size(saved - own) for mode, own in kept.items()} | {"full": _size(saved)}
         made = whole | {"full": _size(again), "attention": _size(again - kept["attention"])}
         every = [without_offload(mode) for mode in BLOCK_MODES]
-        return RowCost(
-            amounts,
-            np.array([tiled if has_tiles(mode) else working for mode in every]),
-            np.array([made[mode] for mode in every]),
-            np.array([whole[mode] for mode in every]),
-        )
+        largest = np.array([tiled if has_tiles(mode) else working for mode in every])
+        both = (np.array([own[mode] for mode in every]) for own in (made, whole))
+        return RowCost(amounts, largest, *both)
 
     def policy_costs(
         self, run: Run, *, splits: bool = False, modes: tuple[Recompute, ...] = USUAL_MODES
@@ -323,11 +317,8 @@ class StageTable:
             kinds = self._kinds_of(run, splits=splits)
             costs, counts = self._recompute_costs(run, kinds), (*run.class_counts, modes)
             is_short = num_policies(*counts) <= MOST_POLICIES
-            listed = (
-                policies(*counts)
-                if is_short
-                else efficient_policies(*run.class_counts, costs, modes)
-            )
+            some = policies if is_short else partial(efficient_policies, costs=costs)
+            listed = some(*counts)
             self._policy_costs[key] = PolicyCosts(
                 listed,
                 listed.sums(costs.seconds),

@@ -1,4 +1,4 @@
-"""Activations in host memory: what a block keeps for its backward, moved beside compute.
+"""Activations in host memory: the values that a block keeps for its backward, moved beside compute.
 
 In: the tensors that autograd, or recomputation, keeps of a block's forward. Out: the same tensors
 in its backward; in between their memory on the device is free. A storage is moved once, however
@@ -17,15 +17,19 @@ Source: torch.autograd.graph.saved_tensors_hooks; Rajbhandari et al. 2021, "ZeRO
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
+from ...passes.ops.collectives import local_tensor
 from ..messages.device_queue import DeviceQueue, Event
+
+if TYPE_CHECKING:
+    from ...passes.local.stage_program import StageProgram
 
 LEAST_BYTES = 1024
 """Bytes of a storage at the least: smaller ones, such as scalars, stay on the device."""
@@ -55,10 +59,20 @@ class Offloader:
     _sending: deque[OffloadedValues] = field(default_factory=deque)
     _free: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def begin(self, staying: Iterable[Tensor]) -> OffloadedValues:
-        """Return a store for the values of a block's forward. The memory of the tensors ``staying``
-        is not moved."""
-        places = frozenset(each.untyped_storage().data_ptr() for each in staying)
+    @staticmethod
+    def of(program: StageProgram, queue: DeviceQueue) -> Offloader:
+        """Return the offloader of a rank's program on the device of ``queue``."""
+        staying = (*program.parameters, *program.buffers, *program.constants)
+        return Offloader(queue, frozenset(staying))
+
+    def begin(
+        self, graph: Module, keys: Sequence[str], inputs: Sequence[Tensor]
+    ) -> OffloadedValues:
+        """Return a store for the values that the forward of a block keeps: of its ``graph`` on
+        ``inputs``, the values with these keys."""
+        own = map(local_tensor, (*graph.parameters(), *graph.buffers()))
+        given = (own for key, own in zip(keys, inputs, strict=True) if key in self.staying)
+        places = frozenset(each.untyped_storage().data_ptr() for each in (*own, *given))
         return OffloadedValues(self, places, self.last)
 
     def send(self, values: OffloadedValues) -> None:
@@ -110,7 +124,7 @@ class OffloadedValues:
         return self.keep, self.restore
 
     def keep(self, tensor: Tensor) -> Kept | Tensor:
-        """Store a tensor that the block's backward reads; return what ``restore`` takes."""
+        """Store a tensor that the block's backward reads; return the argument of ``restore``."""
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
         is_plain = type(tensor) in (Tensor, Parameter) and tensor.device.type == self._device_type

@@ -8,7 +8,7 @@ that leave the stage, and the loss. Its parameters go by the model's own names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -115,7 +115,8 @@ class StageBlock(nn.Module):
         if not torch.is_grad_enabled():
             return tuple(graph(*inputs))
         before = None if self._offloader is None else self._offloader.last
-        values = self._begin_offloading(inputs)
+        offloader = self._offloader if is_offloaded(self.recompute) else None
+        values = None if offloader is None else offloader.begin(graph, self.inputs, inputs)
         with nullcontext() if values is None else saved_tensors_hooks(*values.hooks):
             if self.is_kept:
                 outputs = tuple(graph(*inputs))
@@ -130,15 +131,6 @@ class StageBlock(nn.Module):
                 output.register_hook(partial(self._begin_backward, values, before))
                 break
         return outputs
-
-    def _begin_offloading(self, inputs: Sequence[Tensor]) -> OffloadedValues | None:
-        """Return a store for what the block keeps of a forward; None if it stays on the device."""
-        if self._offloader is None or not is_offloaded(self.recompute):
-            return None
-        own = map(local_tensor, (*self.graph.parameters(), *self.graph.buffers()))
-        given = zip(self.inputs, inputs, strict=True)
-        staying = self._offloader.staying
-        return self._offloader.begin((*own, *(t for key, t in given if key in staying)))
 
     def _begin_backward(
         self, values: OffloadedValues | None, before: OffloadedValues | None, _gradient: Tensor
@@ -248,10 +240,7 @@ class StageModule(nn.Module):
         self.weight_gradients = WeightGradients() if splits_backward else None
         self.backward_position = BackwardPosition()
         is_offloading = any(is_offloaded(block.recompute) for block in program.blocks)
-        staying = (*program.parameters, *program.buffers, *program.constants)
-        self.offloader = (
-            Offloader(queue_of(self.device), frozenset(staying)) if is_offloading else None
-        )
+        self.offloader = Offloader.of(program, queue_of(self.device)) if is_offloading else None
         self.blocks = nn.ModuleList(self._make_blocks(compiler))
         self.calls = nn.ModuleList(self.blocks)
         """The modules that run the blocks: each block, or its wrapper (``zero.GatheredBlock``)."""

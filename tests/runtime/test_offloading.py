@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -143,8 +144,8 @@ class Watched(Offloader):
     made: list[weakref.ref[OffloadedValues]] = field(default_factory=list)
     most: int = 0
 
-    def begin(self, staying: object) -> OffloadedValues:
-        found = super().begin(staying)  # type: ignore[arg-type]
+    def begin(self, *given: Any) -> OffloadedValues:
+        found = super().begin(*given)
         self.made.append(weakref.ref(found))
         return found
 

@@ -99,7 +99,10 @@ def figures(on: Policies, given: RecomputeCosts) -> tuple[np.ndarray, np.ndarray
 def test_for_every_limit_the_best_policy_is_left(seed: int, modes: tuple[Recompute, ...]) -> None:
     given = blocks(seed)
     used = recomputing(None, modes)
-    every, some = policies(COUNTS, KINDS, used), efficient_policies(COUNTS, KINDS, given, used)
+    every, some = (
+        policies(COUNTS, KINDS, used),
+        efficient_policies(COUNTS, KINDS, used, costs=given),
+    )
     assert len(some) < len(every)
     best = []
     rng = random.Random(seed)
@@ -120,7 +123,7 @@ def test_for_every_limit_the_best_policy_is_left(seed: int, modes: tuple[Recompu
 
 
 def test_the_first_policy_recomputes_nothing_and_all_blocks_alike_may_be_forced() -> None:
-    found = efficient_policies(COUNTS, KINDS, blocks(0))
+    found = efficient_policies(COUNTS, KINDS, costs=blocks(0))
     assert not found[0].num_blocks
     listed = [found[number] for number in range(len(found))]
     assert uniform_policy("full", COUNTS) in listed
@@ -134,4 +137,4 @@ def test_of_many_kinds_few_policies_are_left() -> None:
     given = costs_of(seconds, -seconds, rng.integers(0, 9, (5, 4, 10)).astype(float))
     counts = (1, 2, 1, 3, 1, 22, 1, 2, 1, 1)
     assert num_policies(counts, kinds) > 1_000_000
-    assert len(efficient_policies(counts, kinds, given)) < 4 * MOST_POLICIES
+    assert len(efficient_policies(counts, kinds, costs=given)) < 4 * MOST_POLICIES
