@@ -361,7 +361,7 @@ class _Stage:
     @property
     def activation_host_bytes(self) -> float:
         """Bytes in the host's memory of the activations that one micro-batch keeps on one rank."""
-        return self.walks()[self.index].cost().offloaded_bytes
+        return float(sum(block.host_bytes for block in self.walks()[self.index].found))
 
     @cached_property
     def host_bytes(self) -> float:

@@ -365,6 +365,12 @@ def step_bytes(policy: PrecisionPolicy) -> int:
     return 2 * held + policy.gradient_bytes + copied
 
 
+COPY_SECONDS = 2e-5
+"""Seconds by which the copies of an offloaded block lengthen its forward, and its backward, at the
+least: an estimate of their launch and of waiting for them. Blocks that keep little stay as they
+are."""
+
+
 def host_link(device: Device) -> float:
     """Return the bytes per second of copies between a device and its host in one direction."""
     return device.host_link_bytes_per_second or HOST_LINK

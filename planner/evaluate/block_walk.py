@@ -29,7 +29,7 @@ from ..costs.kept_bytes import (
     weight_grad_seconds,
     working_bytes,
 )
-from ..costs.mesh_prices import host_link
+from ..costs.mesh_prices import COPY_SECONDS, host_link
 from ..costs.others_beside import seconds_beside
 from ..costs.prices import Prices, Seconds, StateBytes
 from ..graph.graph import Block, Blocks, Graph, Node, Ref
@@ -166,12 +166,13 @@ class _BlockWalk:
     def _offload(self) -> float:
         """Move the kept bytes to the host if the block is offloaded, and add the seconds in which a
         pass waits for the copies, longer than its compute; return them."""
-        if not self.is_offloaded:
+        if not self.is_offloaded or not self.kept_bytes:
             return 0.0
         self.host_bytes, self.kept_bytes, self.batch_bytes = self.kept_bytes, 0.0, 0.0
         copied = self.host_bytes / host_link(self.prices.device)
         own = self.seconds
-        waits = [max(0.0, copied - each) for each in (own.forward_compute, own.backward_compute)]
+        hidden = own.forward_compute, own.backward_compute
+        waits = [COPY_SECONDS + max(0.0, copied - each) for each in hidden]
         self._add(Seconds(forward_communication=waits[0], backward_communication=waits[1]))
         return sum(waits)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...cost_model.simulator.stage_costs import Buckets
 from ..costs.kept_bytes import Part
-from ..costs.mesh_prices import host_link
+from ..costs.mesh_prices import COPY_SECONDS, host_link
 from ..costs.seconds import (
     HELD,
     Groups,
@@ -359,7 +359,8 @@ class StageTable:
         copies of ``host_bytes[mode, class]``, as the compute of a block is shorter."""
         compute = np.array([kind.seconds[:, 0] for kind in kinds]).transpose(2, 1, 0)
         hidden = compute[[Resource.FORWARD_COMPUTE, Resource.BACKWARD_COMPUTE]]
-        exposed: Floats = np.maximum(host_bytes / host_link(self.model.prices.device) - hidden, 0.0)
+        copied = host_bytes / host_link(self.model.prices.device)
+        exposed: Floats = np.maximum(copied - hidden, 0.0) + COPY_SECONDS * (host_bytes > 0)
         return exposed
 
     def _transient_bytes(

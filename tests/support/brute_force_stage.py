@@ -476,6 +476,7 @@ class Stage(Choices):
                 if mode in OFFLOADED:
                     hides = passes[:2] + np.stack([np.zeros_like(late[0]), late[0]])
                     passes[2:4] += np.maximum(0.0, host[mode] / link - hides)
+                    passes[2:4] += 2e-5 * (host[mode] > 0)
                 compute, communication, issue = passes.reshape(3, 2, -1)
                 by_mode[mode] = np.stack([np.maximum(compute, issue), communication])
             found.append(by_mode)
