@@ -211,4 +211,6 @@ def _recompute_parts(ranks: Sequence[RankSummary]) -> list[str]:
         for mode, text in RECOMPUTE_TITLES.items()
         if counts[mode]
     ]
-    return [f"{parts[0]}, last ops in {tiles} tiles", *parts[1:]] if tiles > 1 else parts
+    if parts and tiles > 1:
+        parts[0] += f", last ops in {tiles} tiles"
+    return parts
