@@ -48,7 +48,7 @@ ONE_CHAIN = {
     "gradient-order": "sums as the backward makes gradients",
     "servers": "data parallelism without servers",
     "tiles": "these ops as a whole, which takes more memory",
-    **dict.fromkeys(OFFERED_MODES, "full recomputation"),
+    **{str(mode): "full recomputation" for mode in OFFERED_MODES},
     "fp64": "fp32",
 }
 """Replacements of plan features that every system lacks: each trains a chain of stages by NCCL."""

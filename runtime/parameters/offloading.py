@@ -104,6 +104,14 @@ class Offloader:
         self._free.setdefault(memory.numel(), []).append(memory)
 
 
+def share_window(offloaders: Iterable[Offloader | None]) -> None:
+    """Let the stages of a rank, which run in turn, share host memory and the window of two blocks
+    that the device holds."""
+    own = [each for each in offloaders if each is not None]
+    for each in own[1:]:
+        each._sending, each._free = own[0]._sending, own[0]._free
+
+
 @dataclass(eq=False)
 class OffloadedValues:
     """Values that one forward of a block keeps. ``staying``: addresses of storages that are not

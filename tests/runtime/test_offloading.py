@@ -28,7 +28,7 @@ from autoparallel.planner.requests.features import MODES
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.messages.device_queue import Event
 from autoparallel.runtime.parameters.compiling import BlockCompiler
-from autoparallel.runtime.parameters.offloading import OffloadedValues, Offloader
+from autoparallel.runtime.parameters.offloading import OffloadedValues, Offloader, share_window
 from autoparallel.runtime.parameters.stage import StageBlock
 
 OFFLOADED: tuple[Recompute, ...] = ("none-offloaded", "attention-offloaded")
@@ -202,6 +202,19 @@ def test_late_copies_are_waited_for_and_hold_two_blocks(mode: Recompute) -> None
     sent = sum(source.numel() for pairs in queue.copies for source, _ in pairs)
     assert sent > offloader.num_sent_bytes > 0, "all is sent, and some of it is fetched"
     assert offloader.num_held() == 0, "after the backward nothing is left on the device"
+
+
+def test_stages_of_a_rank_share_the_window() -> None:
+    first, second = (Offloader(LateQueue()) for _ in range(2))  # type: ignore[arg-type]
+    share_window((None, first, None, second))
+    kept = [torch.ones(4), torch.ones(4), torch.ones(4)]
+    for offloader, tensor in zip((first, second, first), kept, strict=True):
+        values = offloader.begin(torch.nn.Module(), (), ())
+        values.keep(tensor)
+        offloader.send(values)
+    assert [len(each._sending) for each in (first, second)] == [1, 1]
+    assert first.is_sending(values)
+    share_window(())
 
 
 def test_host_memory_is_used_again() -> None:
