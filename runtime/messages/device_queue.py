@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from mmap import PAGESIZE
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -182,11 +183,14 @@ class CudaQueue:
         return HostCopy(pinned, event)
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
-        # pin_memory=True would round the size up to a power of two
+        # pin_memory=True would round the size up to a power of two; whole pages are pinned
+        size = -(-num_bytes // PAGESIZE) * PAGESIZE
+        memory = torch.empty(size + PAGESIZE, dtype=torch.uint8)
+        start = -memory.data_ptr() % PAGESIZE
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
-        return memory
+        status = runtime.cudaHostRegister(memory.data_ptr() + start, size, 0)
+        torch.cuda.check_error(int(status))
+        return memory[start : start + num_bytes]
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Event:
         self._copies.wait_stream(torch.cuda.current_stream(self.device))

@@ -205,5 +205,7 @@ class OffloadedValues:
         return found
 
     def __del__(self) -> None:
+        if any(each is not None for each in self._device):
+            self.give_back()  # a copy may still write there, if a backward failed
         for memory in self._host:
             self.owner.take_back(memory)

@@ -26,7 +26,7 @@ from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.plan_file import dumps
 from autoparallel.planner.requests.features import MODES
 from autoparallel.planning.plan import plan_program
-from autoparallel.runtime.messages.device_queue import Event
+from autoparallel.runtime.messages.device_queue import Event, queue_of
 from autoparallel.runtime.parameters.compiling import BlockCompiler
 from autoparallel.runtime.parameters.offloading import OffloadedValues, Offloader, share_window
 from autoparallel.runtime.parameters.stage import StageBlock
@@ -159,16 +159,20 @@ class Watched(Offloader):
 
 
 def trained(
-    mode: Recompute, offloader: Offloader | None, compiler: BlockCompiler | None = None
+    mode: Recompute,
+    offloader: Offloader | None,
+    compiler: BlockCompiler | None = None,
+    device: str = "cpu",
 ) -> list[Tensor]:
     """The loss and gradients of two micro-batches, both forwards before both backwards."""
     own = stage_program(mode)
     modules = [
-        StageBlock(block, Draws(), compiler=compiler, offloader=offloader) for block in own.blocks
+        StageBlock(block, Draws(), compiler=compiler, offloader=offloader).to(device)
+        for block in own.blocks
     ]
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(2):
-        known = {"x": torch.randn((ROWS, WIDTH), generator=generator).double()}
+        known = {"x": torch.randn((ROWS, WIDTH), generator=generator).double().to(device)}
         if offloader is not None:
             offloader.last = None
         for module in modules:
@@ -202,6 +206,16 @@ def test_late_copies_are_waited_for_and_hold_two_blocks(mode: Recompute) -> None
     sent = sum(source.numel() for pairs in queue.copies for source, _ in pairs)
     assert sent > offloader.num_sent_bytes > 0, "all is sent, and some of it is fetched"
     assert offloader.num_held() == 0, "after the backward nothing is left on the device"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("mode", OFFLOADED)
+def test_the_queue_of_a_device_copies_beside_its_work(mode: Recompute, device: str) -> None:
+    offloader = Offloader(queue_of(torch.device(device)))
+    found, expected = trained(mode, offloader, device=device), trained("none", None, device=device)
+    assert offloader.num_sent_bytes
+    for own, other in zip(found, expected, strict=True):
+        assert torch.equal(own, other)
 
 
 def test_stages_of_a_rank_share_the_window() -> None:
