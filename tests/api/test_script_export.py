@@ -349,16 +349,6 @@ def test_a_plan_that_a_script_cannot_run_is_refused(change: dict[str, Any], what
     assert error.value.code == "AP366"
 
 
-def test_a_plan_that_offloads_activations_is_refused_with_what_to_deny() -> None:
-    stages = tuple(
-        replace(s, blocks=tuple(replace(b, recompute="none-offloaded") for b in s.blocks))
-        for s in flat_plan().stages
-    )
-    with pytest.raises(PlanError, match="none-offloaded") as error:
-        check_writable(replace(flat_plan(), stages=stages))
-    assert error.value.code == "AP366"
-
-
 MODEL = """
 import torch
 {imports}

@@ -21,6 +21,7 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.ops.random_ops import Draws
+from autoparallel.planner.errors import PlanError
 from autoparallel.planner.evaluate.evaluate import at_microbatch, walked_stages
 from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.plan_file import dumps
@@ -30,6 +31,7 @@ from autoparallel.runtime.messages.device_queue import Event, queue_of
 from autoparallel.runtime.parameters.compiling import BlockCompiler
 from autoparallel.runtime.parameters.offloading import OffloadedValues, Offloader, share_window
 from autoparallel.runtime.parameters.stage import StageBlock
+from autoparallel.script.source import check_writable
 
 OFFLOADED: tuple[Recompute, ...] = ("none-offloaded", "attention-offloaded")
 
@@ -259,3 +261,9 @@ def priced(mode: Recompute) -> float:
 def test_host_bytes_are_priced() -> None:
     assert priced("none-offloaded") > 2 * priced("attention-offloaded") > 0
     assert priced("none") == priced("attention") == 0
+
+
+def test_scripts_refuse_offloaded_blocks_and_say_what_to_deny() -> None:
+    with pytest.raises(PlanError, match="none-offloaded") as error:
+        check_writable(planned("gpt", "dp=1", ("none-offloaded",)))
+    assert error.value.code == "AP366"

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations, product
-from typing import Any
 
 import numpy as np
 from brute_force_layouts import NO_CUTS, ZEROS, Choices, Cuts, Floats, Ints
+from brute_force_modes import MODES, OFFLOADED, SEARCHED, Modes, held_by_mode, waits
 from brute_force_overlap import ahead_and_behind, all_at_once, one_ahead
 from brute_force_sums import OF_STATES, new_only, of_states
 
@@ -29,7 +29,6 @@ from autoparallel.planner.costs.kept_bytes import (
     RECOMPUTE_MODES,
     Part,
     Replay,
-    kept_parts,
     read_parts,
     replay,
     saved_parts,
@@ -51,24 +50,9 @@ PASSES = (
 )
 """What a pass takes: compute while the host issues it, then communication."""
 
-KEPT_MODES: tuple[Recompute, ...] = ("none", "selective", "attention", "full")
-OFFLOADED: dict[Recompute, Recompute] = {
-    "none-offloaded": "none",
-    "attention-offloaded": "attention",
-}
-"""The mode of a block whose kept values wait in the host's memory, without that."""
-
-WINDOW = 2
-"""Blocks whose values are on their way."""
-
-MODES: tuple[Recompute, ...] = (*KEPT_MODES, *OFFLOADED)
-SEARCHED: tuple[Recompute, ...] = ("none", "selective", "full")
 Held = tuple[tuple[int, int], ...]
 """(Micro-batches kept whole, those of which only the gradients of weights are to come), as many
 as are held at the same time; none of the latter where no schedule splits backwards."""
-
-Modes = tuple[Recompute, ...]
-"""How each block of a stage is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -197,22 +181,10 @@ class Stage(Choices):
         saved = self._sum_of_parts(block, saved_parts)
         self.late_bytes += self._sum_of_parts(block, self._late_parts)
         batch = self._sum_of_parts(block, read_parts)
-        none = np.zeros(self.num_assignments)
-        kept: dict[Recompute, Floats] = {"none": saved, "full": read + batch}
-        made: dict[Recompute, Floats] = {"none": none, "full": saved}
-        modes: tuple[Recompute, ...] = ("selective", "attention")
-        for mode in modes:
-            of_mode = partial(kept_parts, of=self._replay(block).kept[mode])
-
-            def either(*given: Any, of: Callable[..., Iterable[Part]] = of_mode) -> set[Part]:
-                return {*saved_parts(*given), *of(*given)}
-
-            selected, both = (self._sum_of_parts(block, of) for of in (of_mode, either))
-            kept[mode], made[mode] = read + selected, both - selected
-        self.host_bytes.append({mode: kept[base] for mode, base in OFFLOADED.items()})
-        for mode, base in OFFLOADED.items():
-            made[mode] = made[base] + WINDOW * kept[base]
-        self.bytes.append(kept | dict.fromkeys(OFFLOADED, none))
+        sum_of = partial(self._sum_of_parts, block)
+        kept, made, host = held_by_mode(saved, (read, batch), self._replay(block), sum_of)
+        self.host_bytes.append(host)
+        self.bytes.append(kept)
         self.made_again.append(made)
 
     def _op(self, name: str) -> Floats:
@@ -464,8 +436,6 @@ class Stage(Choices):
         """The same, backward without what is late."""
         found: list[dict[Recompute, Floats]] = []
         every = zip(self.passes, self.skipped, every_late, self.host_bytes, strict=True)
-        device = self.prices.device
-        link = device.host_link_bytes_per_second or 12e9
         for own, skipped, late, host in every:
             by_mode: dict[Recompute, Floats] = {}
             for mode in MODES:
@@ -473,10 +443,8 @@ class Stage(Choices):
                 passes[[1, 5]] -= late
                 if base != "none":
                     passes[1::2] += passes[::2] - skipped[base][::2]
-                if mode in OFFLOADED:
-                    hides = passes[:2] + np.stack([np.zeros_like(late[0]), late[0]])
-                    passes[2:4] += np.maximum(0.0, host[mode] / link - hides)
-                    passes[2:4] += 2e-5 * (host[mode] > 0)
+                hides = passes[:2] + np.stack([np.zeros_like(late[0]), late[0]])
+                passes[2:4] += waits(host.get(mode), self.prices.device, hides)
                 compute, communication, issue = passes.reshape(3, 2, -1)
                 by_mode[mode] = np.stack([np.maximum(compute, issue), communication])
             found.append(by_mode)

@@ -10,7 +10,8 @@ from itertools import product
 import numpy as np
 import pytest
 from brute_force import IN_FLIGHT, Best, BruteForce, Way, bound, front, held
-from brute_force_stage import MODES, Stage
+from brute_force_modes import MODES
+from brute_force_stage import Stage
 from random_cases import random_case
 from random_suites import seeds
 from small_graphs import cluster, mlp
