@@ -23,7 +23,6 @@ from ...planner.evaluate.block_walk import BlockCost
 from ...planner.evaluate.stage_walk import StageWalk
 from ...planner.stage.kind_model import GATHERED_BLOCKS
 from ...planner.stage.stage_cost import combine_bytes
-from ...planner.stage.stage_problem import OFFLOAD_WINDOW
 from .saved_tensors import BUFFERS, Moment, StageActivations
 from .state_traffic import BUCKET_BYTES, COMMUNICATION, GATHERED, GRADIENTS
 from .storages import SAVED
@@ -66,8 +65,12 @@ class PricedStage:
     @cached_property
     def _resting(self) -> Mapping[str, float]:
         """Bytes on one rank, by category, that are held during the whole micro-batch: gathered
-        parameters and buffers."""
-        return {GATHERED: self.gathered_bytes, BUFFERS: self.walk.leaf_bytes("constant", "buffer")}
+        parameters, buffers, and offloaded values of another block that are on their way."""
+        return {
+            GATHERED: self.gathered_bytes,
+            BUFFERS: self.walk.leaf_bytes("constant", "buffer"),
+            WORKING: max((block.host_bytes for block in self._blocks), default=0.0),
+        }
 
     @cached_property
     def _shared_gradients(self) -> float:
@@ -89,7 +92,7 @@ class PricedStage:
         for block in self._blocks:
             kept += _kept(block)
             whole = self._exchanged(block)[0] if self.walk.stage.zero == 3 else 0.0
-            working = block.working_bytes + OFFLOAD_WINDOW * block.host_bytes
+            working = block.working_bytes + block.host_bytes
             yield {SAVED: kept, WORKING: working, GATHERED: whole, COMMUNICATION: whole}
 
     def _backward(self, moment: Moment) -> Iterator[dict[str, float]]:

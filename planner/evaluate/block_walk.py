@@ -38,7 +38,6 @@ from ..kernels.recompute import has_tiles, is_offloaded, without_offload
 from ..plan import Recompute
 from ..stage.kind_model import GATHERED_BLOCKS
 from ..stage.outline import is_own_parameter
-from ..stage.stage_problem import OFFLOAD_WINDOW
 from ..stage.structure import Structure
 from ..variants.slice_costs import carried_bytes, is_attention
 
@@ -79,11 +78,11 @@ class BlockCost:
     the parameters that only it uses.
 
     ``receive_seconds``: forward and backward. ``late_seconds``: computing weight gradients, if the
-    backward is split; ``late_bytes`` are kept for it. ``gathered_bytes``: gathered parameters and
-    recomputed values. ``batch_bytes``: the part of ``kept_bytes`` that depends on the batch.
-    ``values``: layouts of ``Reads.values``. ``hidden_seconds``: exchanges of tokens with experts
-    beside compute. ``host_bytes``: kept in the host's memory; ``exposed_copies``: the part of
-    ``seconds`` that waits for copies of them.
+    backward is split; ``late_bytes`` are kept for it. ``gathered_bytes``: gathered parameters,
+    recomputed values, and values that wait in host memory until it runs. ``batch_bytes``: the part
+    of ``kept_bytes`` that depends on the batch. ``values``: layouts of ``Reads.values``.
+    ``hidden_seconds``: exchanges of tokens with experts beside compute. ``host_bytes``: kept in the
+    host's memory; ``exposed_copies``: the part of ``seconds`` that waits for copies of them.
     """
 
     seconds: Seconds
@@ -146,7 +145,7 @@ class _BlockWalk:
             self._add(seconds)
         total = StateBytes(*map(sum, zip(*(own for _, own in states), strict=True)))
         waits = self._offload()
-        again_bytes += OFFLOAD_WINDOW * self.host_bytes
+        again_bytes += self.host_bytes
         return BlockCost(
             self.seconds,
             (self.receive[0], self.receive[1]),

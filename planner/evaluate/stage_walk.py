@@ -259,6 +259,7 @@ class StageWalk:
         versions = version_bytes(self.plan, self.index, states.parameters)
         late = sum(each.late_bytes for each in self.found)
         gathered = max((each.gathered_bytes for each in self.found), default=0.0)
+        gathered += max((each.host_bytes for each in self.found), default=0.0)  # on their way
         working = max((each.working_bytes for each in self.found), default=0.0)
         return {
             "parameters": states.parameters,

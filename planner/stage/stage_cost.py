@@ -42,7 +42,7 @@ from .recompute_policy import (
     policies,
 )
 from .stage_model import CostRow, StageModel
-from .stage_problem import OFFLOAD_WINDOW, StageOptions, StageProblem, constant_bytes, context_bytes
+from .stage_problem import StageOptions, StageProblem, constant_bytes, context_bytes
 from .structure import Run
 from .terms import (
     CONVERTED,
@@ -349,7 +349,7 @@ class StageTable:
         return RecomputeCosts(
             again.T[1:] + exposed.sum(axis=0),
             (kept[:, 1:] - kept[:, :1]).T,
-            transient + OFFLOAD_WINDOW * host[1:, None],
+            transient + host[1:, None],
             host[1:],
             exposed,
         )
@@ -366,13 +366,14 @@ class StageTable:
     def _transient_bytes(
         self, run: Run, kinds: Sequence[RowCost], listed: Policies, costs: RecomputeCosts
     ) -> Floats:
-        """Return ``[zero, policy]``: bytes of the largest op plus gathered or recomputed values."""
+        """Return ``[zero, policy]``: bytes of the largest op plus gathered or recomputed values,
+        and the offloaded values of the running block and of another that are on their way."""
         working = np.array([kind.working_bytes for kind in kinds]).T
         rest = listed.rest(run.class_counts[0]) * working[0]
         most = np.maximum(rest.max(axis=1), listed.largest(working[1:]))
         largest = listed.largest(costs.transient_bytes)
         transient: Floats = most + np.maximum(self._gathered[:, None], largest)
-        return transient
+        return transient + listed.largest(costs.host_bytes)
 
     @property
     def transient_bytes(self) -> Floats:

@@ -29,11 +29,6 @@ from .stage_model import Kept, StageModel
 from .structure import Occurrences, Row, Run
 from .terms import SECONDS, Floats, Term, byte_weights, time_weights
 
-OFFLOAD_WINDOW = 2
-"""Number of blocks whose offloaded bytes a device holds at once: in the forward the running block
-and the block before it, which is sent; in the backward the running block and the next to run, which
-is fetched."""
-
 Solution = Mapping[str, tuple[int, ...]]
 """Choices by kind of block (one per decision), and the choice of each shared parameter."""
 
@@ -205,12 +200,11 @@ class StageProblem:
     def _alternative(
         self, kind: str, mode: Recompute, gathered: tuple[tuple[int, Floats], ...]
     ) -> Alternative:
-        """Return the transient bytes of a block, by choice: recomputed values, bytes on their way
-        to the host or back, and the ``gathered`` parameters."""
+        """Return the transient bytes of a block, by choice: recomputed values, values that wait in
+        host memory until it runs, and the ``gathered`` parameters."""
         model, base = self.model.kind(kind), without_offload(mode)
         kept = model.parts(base)
-        times = float(OFFLOAD_WINDOW * is_offloaded(mode))
-        moved = self._saved(kind, kept, times) if times else []
+        moved = self._saved(kind, kept, 1.0) if is_offloaded(mode) else []
         if base == "none":
             return Alternative(gathered, tuple(moved))
         made = model.again if has_tiles(base) else model.saved

@@ -7,7 +7,7 @@ many views of it are kept; parameters, buffers and constants stay.
 Copies run in a queue of their own, in the order in which they are started. The values of a block
 are sent when its forward ends, and fetched when the backward of the block after it begins. A device
 holds the values of two blocks: of the running block, and of the block that is sent or fetched
-meanwhile (``planner.stage.stage_problem.OFFLOAD_WINDOW``). A block whose backward comes before its
+meanwhile (``stage_cost`` prices them). A block whose backward comes before its
 memory is given back is not fetched.
 
 Source: torch.autograd.graph.saved_tensors_hooks; Rajbhandari et al. 2021, "ZeRO-Infinity"

@@ -28,9 +28,6 @@ SEARCHED: tuple[Recompute, ...] = ("none", "selective", "full")
 Modes = tuple[Recompute, ...]
 """How each block of a stage is recomputed."""
 
-WINDOW = 2
-"""Blocks whose values are on their way."""
-
 LAUNCH_SECONDS = 2e-5
 """Of the copies of a block."""
 
@@ -59,7 +56,7 @@ def held_by_mode(
         alone = sum_of(selected)
         kept[mode], made[mode] = read + alone, sum_of(either) - alone
     host = {mode: kept[base] for mode, base in OFFLOADED.items()}
-    made |= {mode: made[base] + WINDOW * host[mode] for mode, base in OFFLOADED.items()}
+    made |= {mode: made[base] + host[mode] for mode, base in OFFLOADED.items()}
     return kept | dict.fromkeys(OFFLOADED, none), made, host
 
 

@@ -454,12 +454,14 @@ class Stage(Choices):
         """On the fullest rank, per assignment."""
         kept = np.zeros(self.num_assignments)
         most = np.zeros(self.num_assignments)
+        moved = np.zeros(self.num_assignments)
         for block, mode in enumerate(modes):
             kept += self.bytes[block][mode]
+            np.maximum(moved, self.host_bytes[block].get(mode, moved), out=moved)
             made = self.made_again[block][mode]
             np.maximum(most, 2 * self.gathered[zero, block] + made, out=most)
         kept = np.max([whole * kept + late * self.late_bytes for whole, late in in_flight], axis=0)
-        kept += most
+        kept += most + moved
         kept += self.state_bytes[zero]
         kept += self.working
         kept += self._fixed_bytes
