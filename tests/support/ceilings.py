@@ -47,34 +47,38 @@ LOADS = "experts by measured loads: counted in a run, priced by the busiest rank
 
 TILES = "ops at the end of recomputed blocks, computed tile by tile: found, priced and run"
 
+OFFLOADED = (
+    "attention kept apart from all else, and activations moved to host memory beside compute"
+)
+
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: lines", 8819, EXPERTS),
     ("cost_model: files", 46, FOLDERS),
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 0),
-    ("planner: lines", 32905, EXPERTS),
+    ("planner: lines", 33224, OFFLOADED),
     ("planner: files", 145, TILES),
     ("planner: flat files", 5),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 0, KERNELS),
-    ("passes: lines", 17975, EXPERTS),
+    ("passes: lines", 18053, OFFLOADED),
     ("passes: files", 97, EXPERTS),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 2, FORMS),
-    ("runtime: lines", 19482, EXPERTS),
-    ("runtime: files", 87, FOLDERS),
+    ("runtime: lines", 19780, OFFLOADED),
+    ("runtime: files", 88, OFFLOADED),
     ("runtime: flat files", 0, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 33581, EXPERTS),
+    ("api: lines", 33609, OFFLOADED),
     ("api: files", 192, LOADS),
     ("api: flat files", 2),
     ("api: imports inside functions", 12, CALLS),
     ("api: collections of op names", 2),
-    ("all packages: lines", 112762, EXPERTS),
-    ("all packages: files", 567, EXPERTS),
+    ("all packages: lines", 113485, OFFLOADED),
+    ("all packages: files", 568, OFFLOADED),
     ("all packages: flat files", 7),
     ("all packages: imports inside functions", 13, CALLS),
     ("all packages: collections of op names", 4, KERNELS),
@@ -88,11 +92,11 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 10, STATED),
     ("exceptions from formatting (fmt: skip, fmt: off)", 0, KERNELS),
     ("pages of docs/ without docs/adr/", 19),
-    ("words of docs/ without docs/adr/ and generated pages", 28577, EXPERTS),
-    ("words of CHANGELOG.md", 316, TILES),
+    ("words of docs/ without docs/adr/ and generated pages", 29258, OFFLOADED),
+    ("words of CHANGELOG.md", 320, OFFLOADED),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 74983, EXPERTS),
-    ("tests: files", 475, EXPERTS),
+    ("tests: lines", 75495, OFFLOADED),
+    ("tests: files", 477, OFFLOADED),
     ("tests: flat files", 20),
 )
 """Name, ceiling, and the reason if it rose."""
