@@ -95,7 +95,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 29258, OFFLOADED),
     ("words of CHANGELOG.md", 320, OFFLOADED),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 75495, OFFLOADED),
+    ("tests: lines", 75499, OFFLOADED),
     ("tests: files", 477, OFFLOADED),
     ("tests: flat files", 20),
 )
