@@ -9,6 +9,7 @@ limit, or Ctrl-C, ends the search early with the best plan so far.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,13 +23,15 @@ from .evaluate.gradient_choice import with_sums
 from .evaluate.server_offers import repriced, with_offered_servers
 from .graph.graph import Blocks, Graph
 from .inter_op.heterogeneous import HostOrder, in_given_ranks, over_orders
-from .plan import Plan, SolverInfo, StagePlan, StagePrediction
+from .inter_op.submesh import LONG_POSITIONS, longest_attention
+from .plan import Plan, Recompute, SolverInfo, StagePlan, StagePrediction
 from .proposers.interleaved import interleaved, is_alike
 from .proposers.local_search import local_search
 from .proposers.pipelines import dynamic_program, parallel_branches, placed_pipelines
 from .proposers.replicated import replicated
 from .proposers.sliced import sliced
 from .proposers.uneven_shares import uneven_shares
+from .requests.features import OFFERED_MODES
 from .requests.goal import INTERRUPTED, Observe, ignore
 from .requests.options import check_degrees, check_forced_schedule, refused
 from .requests.pins import check_kept, in_given_kinds, pinned_blocks
@@ -120,7 +123,7 @@ def plan(
     check_forced(request.forced)
     check_forced_servers(request.forced, cluster)
     check_forced_schedule(request, len(blocks.blocks))
-    request = with_limits_of_schedule(request)
+    request = with_offers(with_limits_of_schedule(request), graph, cluster)
     basis = basis if request.features.allows("tiles") else basis.without_tiles
     if request.forced.shard is not None or not request.features.allows("hsdp"):
         basis = basis.with_shard_degree(request.shard_degree)
@@ -171,16 +174,22 @@ def _offloaded(
     failure: InfeasibleError,
     searched: Callable[[Request], SearchResult],
 ) -> SearchResult:
-    """Search again with optimizer states in host memory, after no plan fitted without offloading.
+    """Search again after no plan fitted: with every mode of recomputation and offloading that is
+    not denied, and then also with optimizer states in host memory.
 
-    Raises ``failure`` if offloading is not allowed or does not help; only GPUs can offload.
+    Raises ``failure`` if neither is allowed or helps; only GPUs can offload.
     """
+    is_searched = request.goal.objective != "memory" and _are_gpus(cluster)
+    offering = _offering(request, OFFERED_MODES)
+    if is_searched and offering.recomputations != request.recomputations:
+        request = offering
+        with suppress(InfeasibleError):
+            return searched(request)
     may_offload = (
-        request.forced.offload is None
-        and request.goal.objective != "memory"
+        is_searched
+        and request.forced.offload is None
         and request.features.allows("offload")
         and not is_asynchronous(request.forced.schedule)
-        and all(host.device.kind == "cuda" for host in cluster.hosts)
     )
     if not may_offload:
         raise failure
@@ -188,6 +197,23 @@ def _offloaded(
         return searched(replace(request, offload="optimizer"))
     except InfeasibleError:
         raise failure from None
+
+
+def with_offers(request: Request, graph: Graph, cluster: Cluster) -> Request:
+    """Return a request that also offers ``OFFERED_MODES`` of recomputation, on GPUs, if the
+    attention of the graph has ``LONG_POSITIONS``: attention is then most of the compute, so
+    rerunning it makes recomputation slow, and kept values can be copied beside it."""
+    is_long = longest_attention(graph) >= LONG_POSITIONS
+    return _offering(request, OFFERED_MODES if is_long and _are_gpus(cluster) else ())
+
+
+def _offering(request: Request, modes: Sequence[Recompute]) -> Request:
+    features = request.features
+    return replace(request, features=replace(features, changes=features.changes | {*modes}))
+
+
+def _are_gpus(cluster: Cluster) -> bool:
+    return all(host.device.kind == "cuda" for host in cluster.hosts)
 
 
 def search(

@@ -20,7 +20,9 @@ SCHEMA = 6
 OMITTED = {"omitted": True}
 """Metadata of a field that plan files omit where it has its default, as older files do."""
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal[
+    "none", "none-offloaded", "selective", "attention", "attention-offloaded", "full"
+]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 GradientOrder = Literal["backward", "priority"]
 """Order of gradient sums: "backward", as the backward completes the gradients, or "priority", as
@@ -214,11 +216,14 @@ class StagePrediction:
     them. In a finished plan they are the bytes of its rank's peak, with master (the copy that the
     optimizer steps), gathered, inputs, communication, communicators and fragmentation; its
     transient and recomputation bytes come from running stages on fake tensors, and working has
-    these bytes as the rules of ops predict them.
+    these bytes as the rules of ops predict them. ``host_bytes``: activations of one micro-batch
+    that a device keeps in the host's memory; seconds then have host_copies (of them, in one
+    direction) and exposed_copies (what forward and backward wait for them).
     """
 
     seconds: Mapping[str, float]
     memory_bytes: Mapping[str, int]
+    host_bytes: int = field(default=0, metadata=OMITTED)
 
 
 @dataclass(frozen=True, slots=True)

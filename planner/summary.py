@@ -7,12 +7,13 @@ of micro-batches times their size. Reports, plan files and the search's reasons 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from .graph.layout import Mesh
-from .plan import Offload, Plan, ServerPlan, rows_text
+from .plan import Offload, Plan, Recompute, ServerPlan, rows_text
 
 SEPARATOR = " · "
 
@@ -34,21 +35,30 @@ SCHEDULE_TITLES = {
 """Usual spelling of schedule names; it differs from the option's value only in case."""
 
 
+RECOMPUTE_TITLES: dict[Recompute, str] = {
+    "full": "full recompute",
+    "attention": "recompute all but attention",
+    "attention-offloaded": "offload, recompute all but attention",
+    "selective": "selective recompute",
+    "none-offloaded": "offload activations",
+}
+"""Texts of the modes of blocks that are recomputed or offloaded; first those that run tiles."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankSummary:
     """Facts of one pipeline rank: its mesh, its ZeRO stage and ``shard_degree``, and its blocks.
 
-    ``num_full`` of its blocks are recomputed fully, ``num_selective`` selectively. ``shares``:
-    samples of a micro-batch at each index along mesh axis 0, () if they are equal. ``ep`` ranks of
-    the mesh hold different experts, ``etp`` ranks slices of the same experts. ``tiles``: most tiles
-    in which full recomputation runs the last ops of a block.
+    ``modes``: those of its blocks that are recomputed or offloaded. ``shares``: samples of a
+    micro-batch at each index along mesh axis 0, () if they are equal. ``ep`` ranks of the mesh hold
+    different experts, ``etp`` ranks slices of the same experts. ``tiles``: most tiles in which
+    recomputation runs the last ops of a block.
     """
 
     mesh: Mesh
     zero: int
     num_blocks: int
-    num_full: int = 0
-    num_selective: int = 0
+    modes: tuple[Recompute, ...] = ()
     shares: tuple[int, ...] = ()
     ep: int = 1
     etp: int = 1
@@ -86,13 +96,12 @@ def rank_summaries(plan: Plan) -> list[RankSummary]:
     """Return a summary of each pipeline rank; stages on the same devices share a rank."""
     ranks: dict[tuple[int, ...], RankSummary] = {}
     for stage in plan.stages:
-        modes = [block.recompute for block in stage.blocks]
+        modes = tuple(b.recompute for b in stage.blocks if b.recompute != "none")
         before = ranks.get(stage.devices, RankSummary(stage.mesh, stage.zero, 0))
         ranks[stage.devices] = replace(
             before,
-            num_blocks=before.num_blocks + len(modes),
-            num_full=before.num_full + modes.count("full"),
-            num_selective=before.num_selective + modes.count("selective"),
+            num_blocks=before.num_blocks + len(stage.blocks),
+            modes=before.modes + modes,
             shares=stage.shares,
             ep=max(before.ep, stage.expert_degree),
             etp=max(before.etp, stage.slice_degree),
@@ -114,7 +123,7 @@ def summary_text(
     >>> rank = RankSummary(Mesh(("dp", "tp"), (4, 2)), zero=1, num_blocks=8)
     >>> summary_text([rank, rank], "1F1B", 16, 4)
     'dp=4 tp=2 pp=2 · ZeRO 1 · 1F1B · 16 × 4'
-    >>> wide = RankSummary(Mesh(("dp", "tp"), (2, 8)), zero=1, num_blocks=8, num_full=6)
+    >>> wide = RankSummary(Mesh(("dp", "tp"), (2, 8)), zero=1, num_blocks=8, modes=("full",) * 6)
     >>> summary_text([wide, rank], "GPipe", 16, 4)
     '2 stages: dp=2 tp=8 | dp=4 tp=2 · ZeRO 1 · full recompute 6/16 blocks · GPipe · 16 × 4'
     """
@@ -206,16 +215,13 @@ def _counted(texts: Iterable[str]) -> list[str]:
 
 def _recompute_parts(ranks: Sequence[RankSummary]) -> list[str]:
     total = sum(rank.num_blocks for rank in ranks)
-    counts = {
-        "full": sum(rank.num_full for rank in ranks),
-        "selective": sum(rank.num_selective for rank in ranks),
-    }
+    counts = Counter(mode for rank in ranks for mode in rank.modes)
     tiles = max(rank.tiles for rank in ranks)
-    ends = {"full": f", last ops in {tiles} tiles" if tiles > 1 else ""}
-    return [
-        f"{mode} recompute"
-        + ("" if count == total else f" {count}/{total} blocks")
-        + ends.get(mode, "")
-        for mode, count in counts.items()
-        if count
+    parts = [
+        text + ("" if counts[mode] == total else f" {counts[mode]}/{total} blocks")
+        for mode, text in RECOMPUTE_TITLES.items()
+        if counts[mode]
     ]
+    if parts and tiles > 1:
+        parts[0] += f", last ops in {tiles} tiles"
+    return parts

@@ -24,7 +24,7 @@ from autoparallel.planner.costs.basis import DEFAULT, Basis
 from autoparallel.planner.errors import AutoparallelError, UsageError
 from autoparallel.planner.graph.graph import Graph
 from autoparallel.planner.plan import ModelInfo, Plan, Prediction, Recompute
-from autoparallel.planner.requests.features import MODES
+from autoparallel.planner.requests.features import PLAIN_MODES
 from autoparallel.planner.requests.pins import Pin
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planner.schedules.schedules import parts_of_ranks
@@ -48,14 +48,14 @@ def configurations(like: Plan, degrees: Forced) -> Iterator[Configuration]:
     )
     if own.dp * own.cp == 1:  # there are no ranks to shard states over
         own = replace(own, zero=0, shard=None)
-    modes = MODES if degrees.recompute is None else (degrees.recompute,)
+    modes = PLAIN_MODES if degrees.recompute is None else (degrees.recompute,)
     yield from divided(own, model.global_batch, modes, count=degrees.num_microbatches)
 
 
 def divided(
     own: Configuration,
     batch: int,
-    modes: Sequence[Recompute] = MODES,
+    modes: Sequence[Recompute] = PLAIN_MODES,
     *,
     count: int | None = None,
 ) -> Iterator[Configuration]:
@@ -229,8 +229,7 @@ def configuration_summary(own: Configuration, num_layers: int) -> str:
             own.mesh,
             own.zero,
             num_layers if rank == 0 else 0,
-            num_full=recomputed * (own.recompute == "full" and rank == 0),
-            num_selective=recomputed * (own.recompute == "selective" and rank == 0),
+            modes=(own.recompute,) * (recomputed if rank == 0 else 0),
             ep=own.ep,
             shard_degree=own.shard_degree,
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoparallel.options.words import held_text, seconds_text
+from autoparallel.options.words import bytes_text, held_text, seconds_text
 from autoparallel.planner.graph.layout import (
     BALANCED,
     OF_GROUPS,
@@ -156,8 +156,8 @@ def axis_lines(members: Sequence[StagePlan]) -> list[str]:
     """Return a line of text per mesh axis of stages on one mesh: the number of ops that it shards,
     and its purpose, both of the stage with the most ops.
 
-    Further lines say the samples per rank of stages with unequal shares, and the balance of experts
-    by measured loads.
+    Further lines say the samples per rank of stages with unequal shares, the activations in host
+    memory, and the balance of experts by measured loads.
     """
     counted: dict[str, StagePlan] = {}
     for stage in members:
@@ -172,8 +172,23 @@ def axis_lines(members: Sequence[StagePlan]) -> list[str]:
                 f"samples of a micro-batch by rank of {stage.mesh.axes[0]}, in proportion to "
                 f"speed: {rows_text(stage.shares)}"
             )
+    most = max(members, key=lambda stage: stage.prediction.host_bytes)
+    if most.prediction.host_bytes:
+        lines.append(_offload_line(most))
     placements = [each for stage in members for each in stage.placements if each.busiest > 1]
     return [*lines, placement_line(placements)] if placements else lines
+
+
+def _offload_line(stage: StagePlan) -> str:
+    """Describe the activations of a stage that wait in host memory, and the copies of them."""
+    size, seconds = bytes_text(stage.prediction.host_bytes), stage.prediction.seconds
+    copies = seconds_text(seconds.get("host_copies", 0.0))
+    exposed = seconds.get("exposed_copies", 0.0)
+    waits = f"waits of {seconds_text(exposed)}" if exposed else "all beside compute"
+    return (
+        f"each device keeps {size} of activations of a micro-batch in host memory; copies take "
+        f"{copies} in each direction, {waits}"
+    )
 
 
 def placement_line(placements: Sequence[ExpertPlacement]) -> str:

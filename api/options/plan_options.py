@@ -166,8 +166,9 @@ class PlanOptions:
     allow: tuple[str, ...] = option(
         (),
         "allow only these features of their group: dp tp pp cp sp ep, zero1 zero2 zero3 hsdp, "
-        "selective full, 2d-mesh 3d-mesh mixed-stages branches uneven-shares, schedules by name; "
-        "ssp and asp, which change what a step computes, are used only if allowed here",
+        "selective full attention attention-offloaded none-offloaded, 2d-mesh 3d-mesh mixed-stages "
+        "branches uneven-shares, schedules by name; ssp and asp, which change what a step "
+        "computes, are used only if allowed here",
         type=SEVERAL,
         metavar="FEATURE,…",
         read=texts,

@@ -163,7 +163,7 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
     if request.microbatch_size is not None or forced.num_microbatches is not None:
         free = replace(plain, forced=replace(forced, num_microbatches=None))
         yield "without a fixed micro-batch size", cluster, free
-    if forced.recompute in ("none", "selective"):
+    if forced.recompute not in (None, "full"):
         yield without("recompute", f"recompute={forced.recompute}")
     if forced.all_reduces:
         free = replace(request, forced=replace(forced, allreduce=None, gradients=None))

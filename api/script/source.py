@@ -25,6 +25,7 @@ from autoparallel.planner.errors import PlanError
 from autoparallel.planner.graph.graph import Graph, map_refs
 from autoparallel.planner.graph.layout import Layout
 from autoparallel.planner.plan import Plan, StagePlan
+from autoparallel.planner.requests.features import OFFERED_MODES, PLAIN_MODES
 from autoparallel.planner.variants.asynchronous import is_asynchronous
 from autoparallel.planner.variants.replicas import placed_stages
 from autoparallel.runtime.data.variants import Variant, stage_programs, variant_of
@@ -108,6 +109,7 @@ def with_equal_constants(program: StageProgram, graph: Graph) -> StageProgram:
 def check_writable(plan: Plan) -> None:
     """Raise PlanError AP366 for parts of a plan that scripts do not support."""
     adapters = plan.model.settings.get("lora", "")
+    modes = {block.recompute for stage in plan.stages for block in stage.blocks}
     has = (
         (plan.servers is not None, "parameter servers", "plan with --deny servers, or run it"),
         (
@@ -117,6 +119,11 @@ def check_writable(plan: Plan) -> None:
         ),
         (bool(plan.slices), "slices of the sequences", ""),
         (plan.offload != "none", "optimizer states in host memory", ""),
+        (
+            not modes <= {*PLAIN_MODES},
+            "blocks that keep attention's results or offload activations",
+            f"plan with --deny {','.join(OFFERED_MODES)}",
+        ),
         (plan.model.precision == "fp8", "products in fp8", "plan with --precision bf16"),
         (
             bool(adapters) and bool(parse_lora(adapters).base),

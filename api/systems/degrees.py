@@ -235,8 +235,9 @@ def _splits_norms(stage: StagePlan, axis: int) -> bool:
 
 
 def _most_frugal(modes: list[Recompute]) -> Recompute:
-    order: tuple[Recompute, ...] = ("full", "selective", "none")
-    return next((mode for mode in order if mode in modes), "none")
+    if set(modes) <= {"none", "selective"}:
+        return "selective" if "selective" in modes else "none"
+    return "full"
 
 
 def _recomputed_share(plan: Plan) -> float:

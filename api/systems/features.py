@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from autoparallel.analysis.sharding import attention_ways
 from autoparallel.planner.graph.layout import OF_GROUPS, RING
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
+from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.schedules.catalogue import SCHEDULES
 from autoparallel.planner.summary import SCHEDULE_TITLES, mesh_text, servers_text
 from autoparallel.planner.variants.replicas import stages_of_ranks
@@ -41,6 +42,9 @@ FEATURES = {
     "hsdp": "ZeRO within groups of ranks",
     "selective": "selective recomputation",
     "full": "full recomputation",
+    "attention": "recomputation of all but attention",
+    "attention-offloaded": "recomputation of all but attention, with kept values in host memory",
+    "none-offloaded": "activations in host memory",
     "mixed-recompute": "recomputation of some layers",
     "tiles": "the last ops of recomputed layers in tiles",
     "offload": "masters and optimizer states in host memory",
@@ -179,9 +183,9 @@ def _states(plan: Plan) -> Iterator[Feature]:
 
 def _recomputation(plan: Plan) -> Iterator[Feature]:
     modes = [block.recompute for stage in plan.stages for block in layers_of(plan, stage)]
-    counts = {mode: modes.count(mode) for mode in ("full", "selective") if mode in modes}
+    counts = {mode: modes.count(mode) for mode in reversed(MODES[1:]) if mode in modes}
     for mode, count in counts.items():
-        yield Feature(mode, f"{mode} recomputation of {count} of {len(modes)} layers")
+        yield Feature(mode, f"{FEATURES[mode]} of {count} of {len(modes)} layers")
     if counts and len(set(modes)) > 1:
         texts = " and ".join(f"{count} {mode}" for mode, count in counts.items())
         yield Feature("mixed-recompute", f"recomputation of some layers: {texts} of {len(modes)}")

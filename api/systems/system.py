@@ -23,7 +23,7 @@ from autoparallel.options.words import bytes_text, seconds_text
 from autoparallel.planner.configured.configuration import Configuration, even_layers
 from autoparallel.planner.errors import AutoparallelError, UsageError
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.requests.features import MODES
+from autoparallel.planner.requests.features import OFFERED_MODES, PLAIN_MODES
 from autoparallel.planner.schedules.catalogue import SCHEDULES
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.comparison import change_text
@@ -48,6 +48,7 @@ ONE_CHAIN = {
     "gradient-order": "sums as the backward makes gradients",
     "servers": "data parallelism without servers",
     "tiles": "these ops as a whole, which takes more memory",
+    **{str(mode): "full recomputation" for mode in OFFERED_MODES},
     "fp64": "fp32",
 }
 """Replacements of plan features that every system lacks: each trains a chain of stages by NCCL."""
@@ -284,7 +285,7 @@ def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
     folded = _fold_degrees(own, system, plan.model.global_batch)
     for zero in dict.fromkeys((3, max(own.zero, 1))):
         every = replace(folded, zero=zero, recompute_share=1.0, recomputes_ends=False)
-        for each in divided(every, plan.model.global_batch, MODES[::-1]):
+        for each in divided(every, plan.model.global_batch, PLAIN_MODES[::-1]):
             yield system.settle(each)
 
 

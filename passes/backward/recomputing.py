@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...planner.kernels.recompute import without_offload
+from ...planner.plan import Recompute
 from .replayed import AGAIN, KEPT, MARK, PRODUCT, SPARED, TILED
 
 aten = torch.ops.aten
@@ -41,7 +44,7 @@ COSTLY = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-"""Ops whose results selective recomputation keeps: they are expensive for their size."""
+"""Ops whose results recomputation may keep: they are expensive for their size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +71,31 @@ class _Hollow:
 class Recomputing:
     """State of a block (layer) whose backward repeats its forward: which of the two runs now
     (``is_again``: the repetition), and the values kept between them. ``keeps_costly``: results of
-    expensive kernels are kept, too (selective recomputation)."""
+    expensive kernels are kept, too, unless an op that calls them is run again as a whole."""
 
     keeps_costly: bool
     memory: deque[Any] | None = None
     is_again: bool = False
     is_spared: bool = False
 
-    def contexts(self) -> tuple[Context, Context]:
+    @staticmethod
+    def of(mode: Recompute) -> Recomputing:
+        """Return the state of a block whose backward repeats its forward as ``mode`` says."""
+        return Recomputing(keeps_costly=without_offload(mode) != "full")
+
+    @contextmanager
+    def keeping_nothing(self) -> Iterator[None]:
+        """Return a context in which no result of an expensive kernel is kept."""
+        keeps, self.keeps_costly = self.keeps_costly, False
+        try:
+            yield
+        finally:  # a repetition ends within an op
+            self.keeps_costly = keeps
+
+    def contexts(self, hooks: Hooks | None = None) -> tuple[Context, Context]:
         """Return the context managers of one forward and of its repetition in the backward, for
-        ``torch.utils.checkpoint``."""
-        memory: deque[Any] = deque()
+        ``torch.utils.checkpoint``. ``hooks``: functions that store and restore a kept tensor."""
+        memory: deque[Any] = deque() if hooks is None else _Stored(*hooks)
         return Context(self, memory, is_again=False), Context(self, memory, is_again=True)
 
     def mark(self, graph: fx.GraphModule) -> None:
@@ -139,6 +156,41 @@ class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
         block.keeps_costly = True
         self._memory.append(_remembered(results, hollow=False))
         return results
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Functions that store and restore a tensor, as ``saved_tensors_hooks`` of torch takes them."""
+
+
+class _Stored(deque[Any]):
+    """Queue of kept values whose tensors are stored by ``hooks``."""
+
+    def __init__(self, store: Callable[[Tensor], Any], restore: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self._store, self._restore = store, restore
+
+    def append(self, held: Any) -> None:
+        super().append(self._stored(held))
+
+    def popleft(self) -> Any:
+        return self._restored(super().popleft())
+
+    def _stored(self, held: Any) -> Any:
+        if isinstance(held, tuple):
+            return tuple(map(self._stored, held))
+        return _Handle(self._store(held)) if isinstance(held, Tensor) else held
+
+    def _restored(self, stored: Any) -> Any:
+        if isinstance(stored, tuple):
+            return tuple(map(self._restored, stored))
+        return self._restore(stored.kept) if isinstance(stored, _Handle) else stored
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """Kept tensor as ``_Stored`` holds it."""
+
+    kept: Any
 
 
 def _tensors(held: Any) -> Iterator[Tensor]:
@@ -227,18 +279,16 @@ class _Product(_MarkedOp):
 
 class _Again(_MarkedOp):
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
-        keeps, self.block.keeps_costly = self.block.keeps_costly, False
-        try:
+        with self.block.keeping_nothing():
             return self.called(*args, **kwargs)
-        finally:  # a repetition ends within an op
-            self.block.keeps_costly = keeps
 
 
 class _Tiled(_MarkedOp):
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
         if self.block.is_again:
             return self.called.recorded(_given_back(memory.popleft()), *args)  # type: ignore[attr-defined]
-        results = self.called(*args)
+        with self.block.keeping_nothing():
+            results = self.called(*args)
         memory.append(_remembered(results, hollow=True))
         return results
 

@@ -28,8 +28,8 @@ block, which compute tile by tile and need their inputs alone."""
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """Function object that marks the ops of a block (layer) which the backward does not simply run
-    again. ``mode`` is the kind of recomputation ("full", "selective", …), ``replay`` the planner's
-    lists of ops that may be skipped or kept."""
+    again. ``mode`` is the kind of recomputation ("full", "selective", …), without offloading;
+    ``replay`` the planner's lists of ops that may be skipped or kept."""
 
     mode: Recompute
     replay: Replay
@@ -56,7 +56,7 @@ class Replayed:
         if node.name not in self.replay.skipped[self.mode]:
             is_plain = is_pointwise(node.op) or is_view(node.op)
             return None if self.mode == "full" or is_plain else AGAIN
-        is_kept = self.mode == "selective" and node.name in self.replay.kept
+        is_kept = node.name in self.replay.kept[self.mode]
         if is_costly(node):
             return None if is_kept else PRODUCT
         if self.is_recorded:

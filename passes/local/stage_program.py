@@ -24,7 +24,7 @@ from ...planner.graph.layout import (
     boundary_layout,
 )
 from ...planner.graph.state_sharding import StateSharding, state_sharding
-from ...planner.kernels.recompute import Storages, find_replay
+from ...planner.kernels.recompute import Storages, find_replay, has_tiles, without_offload
 from ...planner.kernels.tiles import last_region
 from ...planner.plan import Plan, Recompute, StagePlan
 from ...planner.schedules.held import splits
@@ -225,11 +225,12 @@ class _Stage:
     def replayed(self, block: Block, mode: Recompute) -> Replayed | None:
         """Return an object that says which ops of a block the backward recomputes under ``mode``;
         None if it recomputes none."""
+        mode = without_offload(mode)
         if mode == "none":
             return None
         found = find_replay(block, self.graph, rules, self._storages)
         last = None
-        if mode == "full" and self.most_tiles > 1 and self.rank.share is None:
+        if has_tiles(mode) and self.most_tiles > 1 and self.rank.share is None:
             last = last_region(block.nodes, self.graph, rules, self.plan.mesh)
         return Replayed(mode, found, None if last is None else (last, self.most_tiles))
 

@@ -29,8 +29,8 @@ from .state_traffic import BUCKET_BYTES, COMMUNICATION, GATHERED, GRADIENTS
 from .storages import SAVED
 
 WORKING = "working"
-"""Memory category of the temporary tensors of the running block: of its largest op, and values
-recomputed in its backward."""
+"""Memory category of the temporary tensors of the running block: of its largest op, values
+recomputed in its backward, and offloaded values on their way."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,12 @@ class PricedStage:
     @cached_property
     def _resting(self) -> Mapping[str, float]:
         """Bytes on one rank, by category, that are held during the whole micro-batch: gathered
-        parameters and buffers."""
-        return {GATHERED: self.gathered_bytes, BUFFERS: self.walk.leaf_bytes("constant", "buffer")}
+        parameters, buffers, and offloaded values of another block that are on their way."""
+        return {
+            GATHERED: self.gathered_bytes,
+            BUFFERS: self.walk.leaf_bytes("constant", "buffer"),
+            WORKING: max((block.host_bytes for block in self._blocks), default=0.0),
+        }
 
     @cached_property
     def _shared_gradients(self) -> float:
@@ -89,7 +93,8 @@ class PricedStage:
         for block in self._blocks:
             kept += _kept(block)
             whole = self._exchanged(block)[0] if self.walk.stage.zero == 3 else 0.0
-            yield {SAVED: kept, WORKING: block.working_bytes, GATHERED: whole, COMMUNICATION: whole}
+            working = block.working_bytes + block.host_bytes
+            yield {SAVED: kept, WORKING: working, GATHERED: whole, COMMUNICATION: whole}
 
     def _backward(self, moment: Moment) -> Iterator[dict[str, float]]:
         """Yield the bytes by category that the micro-batch takes at the beginning and at the end of

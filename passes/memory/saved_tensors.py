@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from ...cost_model.ops.memory import policy
 from ...planner.graph.graph import Blocks, Graph
 from ...planner.graph.layout import Layout, Mesh, local_shape
+from ...planner.kernels.recompute import without_offload
 from ...planner.plan import Plan
 from ..backward.recomputing import Recomputing
 from ..backward.weight_gradients import WeightGradients, defer
@@ -358,7 +359,7 @@ class _Run:
     def _run_block(
         self, block: BlockProgram, inputs: tuple[Tensor, ...], *, puts_off: bool
     ) -> tuple[Tensor, ...]:
-        if block.recompute == "none":
+        if without_offload(block.recompute) == "none":
             return tuple(block.module(*inputs))
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:
@@ -370,7 +371,7 @@ class _Run:
         checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         if block.recompute == "full" and not puts_off:
             return tuple(checkpointed(run, *inputs))
-        recomputing = Recomputing(keeps_costly=block.recompute == "selective")
+        recomputing = Recomputing.of(block.recompute)
         recomputing.mark(block.module)
         forward, again = recomputing.contexts()
         outputs = checkpointed(run, *inputs, context_fn=lambda: (forward, again))

@@ -26,14 +26,15 @@ from ...cost_model.simulator.actions import Action, Schedule
 from ...planner.costs.basis import RUNTIME, Basis
 from ...planner.costs.expert_loads import ExpertLoads
 from ...planner.errors import InfeasibleError
-from ...planner.evaluate.evaluate import at_microbatch, walked_stages
+from ...planner.evaluate.evaluate import at_microbatch, held_micro_batches, walked_stages
 from ...planner.evaluate.stage_walk import StageWalk
 from ...planner.evaluate.step import schedule_of, splits_backward
 from ...planner.graph.graph import Blocks, Graph, TensorSpec
 from ...planner.graph.layout import Layout, Mesh, local_shape
 from ...planner.graph.state_sharding import state_sharding
+from ...planner.kernels.recompute import has_tiles, is_offloaded
 from ...planner.plan import Plan, StagePlan
-from ...planner.schedules.held import MessageBytes, sends_kept
+from ...planner.schedules.held import MessageBytes, most_held, sends_kept
 from ...planner.stage.stage_cost import TRANSIENT, combine_bytes
 from ...planner.variants.asynchronous import version_bytes
 from ...planner.variants.replicas import stages_of_ranks
@@ -111,34 +112,44 @@ def stage_memory(
 
 
 def host_bytes(plan: Plan, graph: Graph, blocks: Blocks) -> dict[int, float]:
-    """Return for each host (by index) the bytes of its memory that offloaded master weights and
-    optimizer states of its ranks take. Empty if states are not offloaded, or if devices are
-    CPUs."""
+    """Return for each host (by index) the bytes of its memory that offloaded master weights,
+    optimizer states and activations of its ranks take. Empty if nothing is offloaded, or if devices
+    are CPUs."""
     graph, found = at_microbatch(graph, plan), dict[int, float]()
-    for index, stage in enumerate(plan.stages if plan.offload != "none" else ()):
-        one = _Stage(plan, graph, blocks, index, (), {}, lambda: (), splits=False, runs=False)
-        for device in stage.devices if one.kind != "cpu" else ():
+    walks = cache(lambda: walked_stages(graph, blocks, plan))
+    held = cache(lambda: held_micro_batches(graph, blocks, plan))
+    for index, stage in enumerate(plan.stages):
+        one = _Stage(plan, graph, blocks, index, (), {}, walks, splits=False, runs=False)
+        kept = one.activation_host_bytes * most_held(held()[index]) if one.is_offloading else 0.0
+        kept += one.host_bytes if plan.offload != "none" else 0.0
+        for device in stage.devices if kept and one.kind != "cpu" else ():
             host = plan.cluster.host_of[device]
-            found[host] = found.get(host, 0.0) + one.host_bytes
+            found[host] = found.get(host, 0.0) + kept
     return found
 
 
 def check_host_memory(plan: Plan, graph: Graph, blocks: Blocks) -> None:
     """Raise InfeasibleError AP301 if a host's memory is too small for its ranks' offloaded
-    states."""
+    states and activations."""
     for number, needed in host_bytes(plan, graph, blocks).items():
         host = plan.cluster.hosts[number]
         limit = host.device.host_memory_bytes * host.num_devices
         if limit and needed > limit:
             raise InfeasibleError(
                 "AP301",
-                f"masters and optimizer states do not fit into the memory of host {number}",
+                f"{_offloaded_text(plan)} do not fit into the memory of host {number}",
                 why=f"they need {needed / 1e9:.1f} GB, and its {host.num_devices} devices have "
                 f"{limit / 1e9:.1f} GB of it",
                 where=f"cluster {plan.cluster.name}",
                 fix="zero=1 or more, more devices, or host_memory_bytes of the device in a cluster "
                 "file, if the host has more",
             )
+
+
+def _offloaded_text(plan: Plan) -> str:
+    modes = {block.recompute for stage in plan.stages for block in stage.blocks}
+    parts = ["masters and optimizer states"] if plan.offload != "none" else []
+    return " and ".join(parts + ["offloaded activations"] * any(map(is_offloaded, modes)))
 
 
 def memory_by_action(
@@ -262,6 +273,11 @@ class _Stage:
         return self.plan.stages[self.index]
 
     @property
+    def is_offloading(self) -> bool:
+        """True if blocks of the stage keep activations in host memory."""
+        return any(is_offloaded(block.recompute) for block in self.stage.blocks)
+
+    @property
     def kind(self) -> Literal["cuda", "cpu"]:
         return self.plan.cluster.device(self.stage.devices[0]).kind
 
@@ -280,7 +296,7 @@ class _Stage:
         return self.known[key]
 
     def _activations(self, moment: Moment) -> StageActivations:
-        if self.runs:
+        if self.runs and not self.is_offloading:
             try:
                 found = run_microbatch(
                     self.graph, self.blocks, self.plan, self.index, moment, splits=self.splits
@@ -297,7 +313,7 @@ class _Stage:
         mesh, total = self.stage.mesh, 0.0
         positions = stage_ranges(self.plan)[self.index] if self.plan.slices else ()
         for position, decided in zip(positions, self.stage.blocks, strict=False):
-            again = decided.recompute == "full"
+            again = has_tiles(decided.recompute)
             for node in (self.graph[name] for name in self.blocks.blocks[position].nodes):
                 layouts = op_layout(self.stage, self.blocks, node.name).inputs[1:3]
                 pair = zip(node.inputs[1:3], layouts, strict=True)
@@ -343,6 +359,11 @@ class _Stage:
     def _rules(self) -> PrecisionPolicy:
         model = self.plan.model
         return policy(model.precision, model.optimizer, self.plan.states)
+
+    @property
+    def activation_host_bytes(self) -> float:
+        """Bytes in the host's memory of the activations that one micro-batch keeps on one rank."""
+        return float(sum(block.host_bytes for block in self.walks()[self.index].found))
 
     @cached_property
     def host_bytes(self) -> float:

@@ -23,7 +23,7 @@ Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -190,10 +190,10 @@ def replay(block: Block, graph: Graph, prices: Prices) -> Replay:
 
 
 def kept_parts(
-    node: Node, layout: NodeLayout, graph: Graph, prices: Prices, *, of: Replay
+    node: Node, layout: NodeLayout, graph: Graph, prices: Prices, *, of: Collection[str]
 ) -> tuple[Part, ...]:
-    """Return (storage, bytes per rank) of an op's tensors that selective recomputation keeps.
-    ``of``: the ops that the block's backward reruns.
+    """Return (storage, bytes per rank) of an op's tensors that recomputation keeps. ``of``: the ops
+    of the block whose results are kept (``Replay.kept``).
 
     If ``recomputed`` parts of a layer are given, it keeps the tensors that autograd keeps of
     others.
@@ -201,8 +201,8 @@ def kept_parts(
     batch = read_parts(node, layout, graph, prices)
     if prices.assumptions.recomputed:
         own = saved_parts(node, layout, graph, prices)
-        return (*batch, *(part for part in own if part[0].rpartition(":")[0] in of.kept))
-    if node.name not in of.kept:
+        return (*batch, *(part for part in own if part[0].rpartition(":")[0] in of))
+    if node.name not in of:
         return batch
     found = [
         (f"{node.name}:{index}", prices.local_bytes(spec, placed))

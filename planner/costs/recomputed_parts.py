@@ -41,7 +41,7 @@ def of_parts(
     skipped = kept | _scan(nodes)  # kernels over products count their recomputation in the backward
     uses = ((node.name, at) for node in nodes for at in range(len(node.inputs)))
     return Replay(
-        kept,
+        {**found.kept, "selective": kept},
         {**found.skipped, "selective": skipped},
         {**found.unread, "selective": frozenset(uses)},
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 from ...cost_model.cluster.cluster import Link
 from ..costs.choices import inner_collectives, input_specs
+from ..costs.host_memory import COPY_SECONDS, host_link
 from ..costs.kept_bytes import (
     RECOMPUTE_MODES,
     WHOLE,
@@ -34,6 +35,7 @@ from ..costs.others_beside import seconds_beside
 from ..costs.prices import Prices, Seconds, StateBytes, sent_again
 from ..graph.graph import Block, Blocks, Graph, Node, Ref
 from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, conversion_steps
+from ..kernels.recompute import has_tiles, is_offloaded, without_offload
 from ..ops.attention import is_attention
 from ..plan import Recompute
 from ..stage.kind_model import GATHERED_BLOCKS
@@ -79,10 +81,11 @@ class BlockCost:
     the parameters that only it uses.
 
     ``receive_seconds``: forward and backward. ``late_seconds``: computing weight gradients, if the
-    backward is split; ``late_bytes`` are kept for it. ``gathered_bytes``: gathered parameters and
-    recomputed values. ``batch_bytes``: the part of ``kept_bytes`` that depends on the batch.
-    ``values``: layouts of ``Reads.values``. ``hidden_seconds``: exchanges of tokens with experts
-    beside compute.
+    backward is split; ``late_bytes`` are kept for it. ``gathered_bytes``: gathered parameters,
+    recomputed values, and values that wait in host memory until it runs. ``batch_bytes``: the part
+    of ``kept_bytes`` that depends on the batch. ``values``: layouts of ``Reads.values``.
+    ``hidden_seconds``: exchanges of tokens with experts beside compute. ``host_bytes``: kept in the
+    host's memory; ``exposed_copies``: the part of ``seconds`` that waits for copies of them.
     """
 
     seconds: Seconds
@@ -96,6 +99,8 @@ class BlockCost:
     batch_bytes: float
     values: tuple[Layout, ...]
     hidden_seconds: float
+    host_bytes: float = 0.0
+    exposed_copies: float = 0.0
 
 
 def block_cost(reads: Reads, layouts: Layouts, mode: Recompute, setting: StageFacts) -> BlockCost:
@@ -116,6 +121,7 @@ class _BlockWalk:
     working_bytes: float = 0.0
     batch_bytes: float = 0.0
     hidden_seconds: float = 0.0
+    host_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         self.graph, self.prices = self.setting.graph, self.setting.prices
@@ -123,7 +129,8 @@ class _BlockWalk:
         self.made = {ref: layout for ref, layout in values if layout is not None}
         self.parameters = dict(zip(self.reads.parameters, self.layouts.parameters, strict=True))
         self.replay = replay(self.reads.block, self.graph, self.prices)
-        is_tiled = self.mode == "full" and not self.setting.splits
+        self.mode, self.is_offloaded = without_offload(self.mode), is_offloaded(self.mode)
+        is_tiled = has_tiles(self.mode) and not self.setting.splits
         self.last = last_ops(self.reads.block, self.graph, self.prices) if is_tiled else WHOLE
         self.skipped = self.replay.skipped.get(self.mode, frozenset(self.reads.block.nodes))
         self.leaves = dict(zip(self.reads.leaves, self.layouts.leaves, strict=True))
@@ -140,6 +147,8 @@ class _BlockWalk:
         for seconds, _ in states:
             self._add(seconds)
         total = StateBytes(*map(sum, zip(*(own for _, own in states), strict=True)))
+        waits = self._offload()
+        again_bytes += self.host_bytes
         return BlockCost(
             self.seconds,
             (self.receive[0], self.receive[1]),
@@ -152,7 +161,22 @@ class _BlockWalk:
             self.batch_bytes,
             tuple(self.made[ref] for ref in self.reads.values),
             self.hidden_seconds,
+            self.host_bytes,
+            waits,
         )
+
+    def _offload(self) -> float:
+        """Move the kept bytes to the host if the block is offloaded, and add the seconds in which a
+        pass waits for the copies, longer than its compute; return them."""
+        if not self.is_offloaded or not self.kept_bytes:
+            return 0.0
+        self.host_bytes, self.kept_bytes, self.batch_bytes = self.kept_bytes, 0.0, 0.0
+        copied = self.host_bytes / host_link(self.prices.device)
+        own = self.seconds
+        hidden = own.forward_compute, own.backward_compute
+        waits = [COPY_SECONDS + max(0.0, copied - each) for each in hidden]
+        self._add(Seconds(forward_communication=waits[0], backward_communication=waits[1]))
+        return sum(waits)
 
     def _add(self, seconds: Seconds) -> None:
         self.seconds = self.seconds.plus(seconds)
@@ -171,7 +195,7 @@ class _BlockWalk:
             node = graph[name]
             self._op(node, layout)
             self.kept_bytes += carried_bytes(
-                node, self._pair_bytes(node, layout), self.setting.slices, again=mode == "full"
+                node, self._pair_bytes(node, layout), self.setting.slices, again=has_tiles(mode)
             )
             for position, (ref, target) in enumerate(zip(node.inputs, layout.inputs, strict=True)):
                 self._receive(ref, target)
@@ -179,12 +203,11 @@ class _BlockWalk:
                 uses.setdefault(ref, []).append((name, position))
             for index, made in enumerate(layout.outputs):
                 self.made[Ref(name, index)] = made
-            saved = saved_parts if mode != "full" else partial(again_parts, last=self.last)
+            saved = partial(again_parts, last=self.last) if has_tiles(mode) else saved_parts
             parts.update(dict.fromkeys(saved(node, layout, graph, prices)))
-            if mode == "selective":
-                selected.update(
-                    dict.fromkeys(kept_parts(node, layout, graph, prices, of=self.replay))
-                )
+            if mode in ("selective", "attention"):
+                kept_ops = self.replay.kept[mode]
+                selected.update(dict.fromkeys(kept_parts(node, layout, graph, prices, of=kept_ops)))
             batch.update(dict.fromkeys(read_parts(node, layout, graph, prices)))
             late.update(dict.fromkeys(weight_grad_parts(node, layout, graph, prices)))
             for at, own in enumerate(weight_grad_seconds(node, layout, graph, prices)):
@@ -196,7 +219,7 @@ class _BlockWalk:
             twice = self._is_repeated(ref, uses[ref])
             for target in targets:
                 self._convert(ref, target, twice=twice)
-        kept = {"none": parts, "selective": selected, "full": batch}[mode]
+        kept = {"none": parts, "full": batch}.get(mode, selected)
         self.kept_bytes += _total(kept)
         self.batch_bytes = _total(part for part in kept if part in batch)
         if mode == "none":

@@ -21,6 +21,7 @@ from ..costs.price_cache import PriceCache
 from ..costs.prices import Prices, Rules
 from ..errors import PlanError
 from ..graph.graph import Blocks, Graph
+from ..kernels.recompute import has_tiles
 from ..plan import Plan, Precision, ProfileUse, StagePlan, StagePrediction
 from ..schedules.held import HalfPairs, half_pairs, splits, stage_half_pairs
 from ..stage.branches import StagePlacement, WeightedEdges, stage_depths, stage_edges, stage_starts
@@ -376,15 +377,15 @@ def stage_prices(
 def with_tiles(
     plan: Plan, graph: Graph, blocks: Blocks, *, rules: Rules = default_rules, basis: Basis
 ) -> Plan:
-    """Return ``plan`` with the most tiles in which its fully recomputed blocks can run their last
-    ops: 1 if it recomputes no block fully, or cannot run tiles."""
+    """Return ``plan`` with the most tiles in which its recomputed blocks can run their last
+    ops: 1 if it recomputes no block that runs tiles, or cannot run tiles."""
     plan, counts = replace(plan, tiles=basis.assumptions.tiles), [1]
     if plan.most_tiles > 1 and not splits(plan.schedule):
         graph, cache = at_microbatch(graph, plan), PriceCache()
         for stage in plan.stages:
             own = stage.devices if stage.shares else ()
             prices = stage_prices(plan, stage, own, cache, rules=rules, basis=basis)
-            kinds = {block.kind for block in stage.blocks if block.recompute == "full"}
+            kinds = {block.kind for block in stage.blocks if has_tiles(block.recompute)}
             counts += [last_ops(blocks.kinds[kind], graph, prices).count for kind in kinds]
     return replace(plan, tiles=max(counts))
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...cost_model.cluster.cluster import Cluster, Link
 from ...cost_model.ops.memory import reserve_bytes
+from ..costs.host_memory import host_link
 from ..costs.mesh_prices import Sharding
 from ..costs.price_cache import PriceCache
 from ..costs.prices import Prices, Rules, Seconds, StateBytes
@@ -141,6 +142,7 @@ class StageWalk:
             states = StateBytes(*(a + b for a, b in zip(states, own_bytes, strict=True)))
         kept = float(sum(each.kept_bytes for each in self.found))
         late = sum(each.late_seconds for each in self.found)
+        host_bytes = sum(each.host_bytes for each in self.found)
         return StageCost(
             seconds,
             (
@@ -153,6 +155,9 @@ class StageWalk:
             self._groups(),
             self.prices.shares_links(self.stage.shard_degree),
             sum(each.hidden_seconds for each in self.found),
+            host_bytes,
+            sum(each.exposed_copies for each in self.found),
+            host_bytes / host_link(self.prices.device),
         )
 
     def _groups(self) -> Groups:
@@ -257,6 +262,7 @@ class StageWalk:
         versions = version_bytes(self.plan, self.index, states.parameters)
         late = sum(each.late_bytes for each in self.found)
         gathered = max((each.gathered_bytes for each in self.found), default=0.0)
+        gathered += max((each.host_bytes for each in self.found), default=0.0)  # on their way
         working = max((each.working_bytes for each in self.found), default=0.0)
         return {
             "parameters": states.parameters,

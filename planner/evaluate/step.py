@@ -239,6 +239,8 @@ def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
     exposed = sum(cost.exposed_states)
     late = {} if cost.late_seconds is None else {"weight_gradients": cost.late_seconds}
     beside = {"hidden_exchanges": cost.hidden_exchanges} if cost.hidden_exchanges else {}
+    if cost.offloaded_bytes:
+        beside |= {"host_copies": cost.host_copies, "exposed_copies": cost.exposed_copies}
     return StagePrediction(
         seconds={
             "forward": cost.forward_seconds,
@@ -258,6 +260,7 @@ def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
             **beside,
         },
         memory_bytes={name: round(value) for name, value in cost.memory_bytes.items()},
+        host_bytes=round(cost.offloaded_bytes),
     )
 
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from ..kernels.recompute import BLOCK_MODES
 from ..plan import Recompute
-from ..stage.recompute_policy import Policies, policies
+from ..stage.recompute_policy import Policies, policies, recomputing
 from ..stage.structure import Run
 from .elimination import Floats
 from .families import Family
@@ -66,7 +67,7 @@ def round_price(price: float) -> float:
 def allowed_policies(run: Run, forced: Recompute | None, modes: Sequence[Recompute]) -> Policies:
     """Return a stage's recomputation policies (numbers of recomputed blocks) that use only
     ``forced`` or, if it is None, only ``modes``."""
-    listed = policies(*run.class_counts)
+    listed = policies(*run.class_counts, recomputing(forced, modes))
     return Policies(listed.blocks[:, listed.allowed(forced, modes, run.class_counts[0])])
 
 
@@ -88,12 +89,9 @@ def bounds(
     _, kinds = run.class_counts
     for kind, tables in family.kinds.items():
         own = np.array([each == kind for each in kinds])
-        full, selective = listed.blocks @ own
-        counts: dict[Recompute, Floats] = {
-            "full": full,
-            "selective": selective,
-            "none": run.counts[kind] - full - selective,
-        }
+        again = listed.blocks @ own
+        every = zip(BLOCK_MODES, [run.counts[kind] - again.sum(axis=0), *again], strict=True)
+        counts: dict[Recompute, Floats] = dict(every)
         for mode, way in ways.items():
             table = tables.solve(way).table
             least = table.reshape(table.shape[1], -1).min(axis=1)

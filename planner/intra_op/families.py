@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..kernels.recompute import BLOCK_MODES, ONCE
 from ..stage.stage_model import CostRow, StageModel
 from ..stage.stage_problem import Solution
 from ..stage.structure import Run
 from ..stage.terms import (
-    BLOCK_MODES,
     MOST_CELLS,
     Axis,
     PlacedTerm,
@@ -158,7 +158,7 @@ class Family:
 
     def _shared_parameters(self, rates: Rates) -> list[Factor]:
         factors = []
-        weights = time_weights(rates.seconds, (1.0, 0.0, 0.0))
+        weights = time_weights(rates.seconds, ONCE)
         for name in self.shared:
             amounts = self.model.shared(name).amounts
             cost = amounts.weighted(weights, rates.zeros)

@@ -29,9 +29,9 @@ from ..errors import TimeLimitError
 from ..integer_programs import ilp
 from ..integer_programs.program import HIGHS, Solver
 from ..plan import Recompute
-from ..requests.features import MODES
+from ..requests.features import PLAIN_MODES
 from ..requests.goal import Budget
-from ..stage.recompute_policy import MOST_POLICIES, num_policies, uniform_policy
+from ..stage.recompute_policy import MOST_POLICIES, num_policies, recomputing, uniform_policy
 from ..stage.stage_model import StageModel
 from ..stage.stage_problem import Solution, StageOptions, StageProblem, fixed_bytes
 from ..stage.structure import Run
@@ -62,7 +62,7 @@ class Limits:
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     recompute: Recompute | None = None
     gap: float = 0.01
-    modes: tuple[Recompute, ...] = MODES
+    modes: tuple[Recompute, ...] = PLAIN_MODES
     solver: Solver = HIGHS
     uses_tables: bool = True
 
@@ -338,10 +338,12 @@ class IntraOp:
         solution."""
         run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
         family, count = self._family(run), base.num_microbatches
-        if family is None or num_policies(*run.class_counts) > MOST_POLICIES:
+        used = recomputing(self.limits.recompute, self.limits.modes)
+        if family is None or num_policies(*run.class_counts, used) > MOST_POLICIES:
             return found
         weights = objective_weights(count)
         hidden = float(np.array(found.cost.seconds) @ weights) + sum(found.cost.receive_seconds)
+        hidden -= found.cost.exposed_copies
         hidden += self.model.least_wait(run, base.zero, count)
         if hidden < found.objective * (1 - gap):
             # seconds that no compute hides are not in the programs

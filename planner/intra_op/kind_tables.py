@@ -23,10 +23,10 @@ import numpy as np
 from ..costs.price_cache import find
 from ..costs.seconds import HELD, STEP, objective_weights
 from ..integer_programs.program import classes_of
+from ..kernels.recompute import BLOCK_MODES, ONCE
 from ..plan import Recompute
 from ..stage.stage_model import KindModel, StageModel
 from ..stage.terms import (
-    BLOCK_MODES,
     MOST_CELLS,
     Axis,
     PlacedTerm,
@@ -42,7 +42,7 @@ MOST_SOLVED = 12
 large."""
 
 
-STATE_BYTES = byte_weights((1.0, 0.0, 0.0), 0)
+STATE_BYTES = byte_weights(ONCE, 0)
 """Weights of the bytes of states among the amounts of a block."""
 
 

@@ -13,11 +13,11 @@ from functools import cached_property
 
 import numpy as np
 
-from ..costs.kept_bytes import RECOMPUTE_MODES
 from ..costs.seconds import Groups, group_blocks, objective_weights, seconds_of_passes
+from ..kernels.recompute import BLOCK_MODES, has_tiles
 from ..plan import Recompute
-from ..requests.features import MODES
-from ..stage.recompute_policy import NO_RECOMPUTE, Ints
+from ..requests.features import PLAIN_MODES
+from ..stage.recompute_policy import NO_RECOMPUTE, Ints, recomputing
 from ..stage.stage_cost import StageCost, StageTable
 from ..stage.stage_model import CostRow, StageModel
 from ..stage.stage_problem import (
@@ -93,7 +93,7 @@ class Pool:
     run: Run
     zeros: tuple[int, ...]
     recompute: Recompute | None
-    modes: tuple[Recompute, ...] = MODES
+    modes: tuple[Recompute, ...] = PLAIN_MODES
     entries: dict[tuple[int, ...], Entry] = field(default_factory=dict)
     excess_bytes: dict[object, float] = field(default_factory=dict)
     _totals: dict[int, Floats] = field(default_factory=dict)
@@ -102,6 +102,11 @@ class Pool:
     _tiled_bytes: list[float] = field(default_factory=list)
     """By solution, the bytes of its largest op that full recomputation saves."""
     _per_byte: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def _host_bytes(self) -> int:
+        """Bytes of the host's memory for each of its devices; 0 if they are unknown."""
+        return self.model.prices.device.host_memory_bytes
 
     @cached_property
     def _problem(self) -> StageProblem:
@@ -114,7 +119,7 @@ class Pool:
             table = StageTable(self._problem, choices)
             self.entries[choices] = Entry(table, solution)
             self._transient_bytes.append(table.transient_bytes)
-            is_tiled = "full" in self._recomputing
+            is_tiled = any(map(has_tiles, self._recomputing))
             self._tiled_bytes.append(table.tiled_bytes if is_tiled else 0.0)
             self._per_byte.append(table.seconds_per_byte(self._recomputing))
         return self.entries[choices]
@@ -212,7 +217,7 @@ class Pool:
         """Return the modes in which blocks may be recomputed."""
         if self.recompute is not None:
             return (self.recompute,)
-        return tuple(mode for mode in RECOMPUTE_MODES if mode in self.modes)
+        return tuple(mode for mode in BLOCK_MODES[1:] if mode in self.modes)
 
     def _lower_bounds(self, seconds: Floats, over: Floats, kept: Floats, in_flight: int) -> Floats:
         """Return lower bounds of the seconds after recomputing enough to save the bytes ``over``
@@ -241,12 +246,14 @@ class Pool:
             if best is not None and lower[at, place] * SAME >= best.objective:
                 break
             zero, entry = self.zeros[place], self._listed[at]
-            costs = entry.table.policy_costs(run)
+            costs = entry.table.policy_costs(run, modes=recomputing(self.recompute, self.modes))
             transient = costs.transient_bytes[zero]
             over = costs.kept_bytes * base.in_flight + (transient - transient[0])
             over += over_limit[at, place]
             counts, _ = run.class_counts
             over[~costs.policies.allowed(self.recompute, self.modes, counts)] = np.inf
+            if self._host_bytes:
+                over[costs.host_bytes * base.in_flight > self._host_bytes] = np.inf
             added = np.where(over <= 0, costs.seconds, np.inf)
             number = int(added.argmin())
             if not np.isfinite(added[number]):

@@ -6,6 +6,10 @@ and attention, which are expensive for their size, and reruns the other ops with
 (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", drop
 cheap results instead).
 
+``attention`` also keeps attention's results and its statistics, and reruns everything else: in long
+sequences attention takes most of the time. ``…-offloaded`` is the mode before the hyphen, whose
+kept values wait in the host's memory.
+
 Values that no gradient reads are not kept, recomputed or converted again. The last product of a
 block that ends in a residual sum is neither kept nor rerun. If a product is only an operand of a
 sum, the sum is kept instead: it is as large, and no op before it is rerun; if the product is a
@@ -16,19 +20,34 @@ partial sum on every rank (row-parallel), the kept sum is reduced, so its collec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
 from ..graph.graph import Block, Graph, Node, Ref
 from ..ops import Rules
+from ..ops.attention import is_attention
 from ..ops.case import packet
 from ..ops.catalog import spec_of
 from ..plan import Recompute
 
-RECOMPUTE_MODES: tuple[Recompute, Recompute] = ("full", "selective")
+RECOMPUTE_MODES: tuple[Recompute, ...] = ("full", "selective", "attention")
 """Recomputation modes, in the order of arrays that are indexed by mode."""
+
+BLOCK_MODES: tuple[Recompute, ...] = (
+    "none",
+    *RECOMPUTE_MODES,
+    "attention-offloaded",
+    "none-offloaded",
+)
+"""Modes of a block: no recomputation, the modes of ``RECOMPUTE_MODES``, and those of both whose
+kept values can be offloaded."""
+
+ONCE: tuple[int, ...] = tuple(int(mode == "none") for mode in BLOCK_MODES)
+"""Occurrences, by ``BLOCK_MODES``, of a part of a stage that occurs once and is not recomputed."""
+
+_OFFLOADED = "-offloaded"
 
 RecomputedPart = Literal[
     "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts", "ssm"
@@ -48,6 +67,26 @@ Storages = Mapping[tuple[str, int], tuple[str, int]]
 """Map each value, (node, output index), to the value that owns its memory: ``Rules.storage_of``."""
 
 
+def without_offload(mode: Recompute) -> Recompute:
+    """Return the mode in which a block recomputes if nothing is offloaded.
+
+    >>> without_offload("none-offloaded"), without_offload("full")
+    ('none', 'full')
+    """
+    found: dict[str, Recompute] = {each: each for each in BLOCK_MODES}
+    return found[mode.removesuffix(_OFFLOADED)]
+
+
+def is_offloaded(mode: Recompute) -> bool:
+    """Return whether the values that a block keeps wait in the host's memory."""
+    return mode.endswith(_OFFLOADED)
+
+
+def has_tiles(mode: Recompute) -> bool:
+    """Return whether the last ops of a block may run tile by tile, as nothing of them is kept."""
+    return without_offload(mode) in ("full", "attention")
+
+
 def is_costly(node: Node) -> bool:
     """Return whether an op is a matrix product, convolution or attention, whose result selective
     recomputation keeps instead of rerunning the op.
@@ -63,23 +102,22 @@ def is_costly(node: Node) -> bool:
 class Replay:
     """Ops and layout conversions that the backward of a recomputed block reruns.
 
-    ``kept``: ops whose results selective recomputation keeps. By mode, ``skipped``: ops that are
-    not rerun, including ``kept``; ``unread``: uses of values (an op and the position of its input)
+    By mode, ``kept``: ops whose results are kept; ``skipped``: ops that are not rerun, including
+    ``kept``; ``unread``: uses of values (an op and the position of its input)
     that recomputation does not need, so their layout conversion is not repeated.
     """
 
-    kept: frozenset[str]
+    kept: Mapping[Recompute, frozenset[str]]
     skipped: Mapping[Recompute, frozenset[str]]
     unread: Mapping[Recompute, frozenset[tuple[str, int]]]
 
-    def repeats(self, uses: Iterable[tuple[str, int]]) -> tuple[bool, bool]:
+    def repeats(self, uses: Iterable[tuple[str, int]]) -> tuple[bool, ...]:
         """Return, by ``RECOMPUTE_MODES``, whether the backward repeats a value's layout conversion.
 
         ``uses`` are all its uses in the block: an op and the position of its input.
         """
         uses = tuple(uses)
-        full, selective = (not self.unread[mode].issuperset(uses) for mode in RECOMPUTE_MODES)
-        return full, selective
+        return tuple(not self.unread[mode].issuperset(uses) for mode in RECOMPUTE_MODES)
 
 
 def find_replay(block: Block, graph: Graph, rules: Rules, storages: Storages) -> Replay:
@@ -103,21 +141,26 @@ class _Replays:
 
     @property
     def found(self) -> Replay:
+        names = list(self.nodes)
+        found: dict[Recompute, tuple[set[str], set[str]]] = {
+            "full": (set(names[: self._stop]), set()),
+            "selective": self._keeping(is_costly),
+            "attention": self._keeping(is_attention),
+        }
+        skipped = {mode: frozenset(names) - again for mode, (again, _) in found.items()}
+        unread = {mode: frozenset(self._unread(own)) for mode, own in skipped.items()}
+        return Replay({mode: frozenset(kept) for mode, (_, kept) in found.items()}, skipped, unread)
+
+    def _keeping(self, keeps: Callable[[Node], bool]) -> tuple[set[str], set[str]]:
+        """Return the names of the ops that are rerun, and of the ops whose results are kept, if
+        those of ops for which ``keeps`` is true are kept, or sums in place of them."""
         replaced: dict[str, str] = {}
         while True:
-            again, kept = self._selective(replaced)
+            again, kept = self._rerun(keeps, replaced)
             sums = dict(self._sums(again, kept))
             if not sums:
-                break
+                return again, kept
             replaced |= sums
-        names = list(self.nodes)
-        full = frozenset(names[: self._stop])
-        skipped: dict[Recompute, frozenset[str]] = {
-            "full": frozenset(names) - full,
-            "selective": frozenset(names) - again,
-        }
-        unread = {mode: frozenset(self._unread(own)) for mode, own in skipped.items()}
-        return Replay(frozenset(kept), skipped, unread)
 
     @cached_property
     def _saved(self) -> dict[str, tuple[Ref, ...]]:
@@ -195,9 +238,10 @@ class _Replays:
     def _keeps(self, name: str) -> bool:
         return bool(self._saved[name]) or name in self._makes
 
-    def _selective(self, replaced: Mapping[str, str]) -> tuple[set[str], set[str]]:
-        """Return the names of ops that selective recomputation reruns, and of ops whose results it
-        keeps.
+    def _rerun(
+        self, keeps: Callable[[Node], bool], replaced: Mapping[str, str]
+    ) -> tuple[set[str], set[str]]:
+        """Return the names of ops that are rerun, and of ops whose results are kept.
 
         ``replaced`` maps an op whose result need not be kept to the sum that is kept instead.
         """
@@ -214,7 +258,7 @@ class _Replays:
             name = wanted.pop()
             if name not in self.nodes or name in again or name in kept:
                 continue
-            if (name in sums or is_costly(self.nodes[name])) and name not in replaced:
+            if (name in sums or keeps(self.nodes[name])) and name not in replaced:
                 kept.add(name)
             else:
                 again.add(name)

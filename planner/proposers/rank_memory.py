@@ -12,13 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from ..plan import Recompute
 from ..schedules.held import HalfPairs, held_bytes, most_held
-from ..stage.recompute_policy import NO_RECOMPUTE, RecomputePolicy, uniform_policy
+from ..stage.recompute_policy import (
+    NO_RECOMPUTE,
+    USUAL_MODES,
+    RecomputePolicy,
+    recomputing,
+    uniform_policy,
+)
 from ..stage.stage_cost import PolicyCosts, StageCost, StageTable
 from ..stage.stage_problem import StageOptions
 from ..stage.structure import Run
@@ -57,14 +62,13 @@ class RankStage:
         """Return the cost of the stage under a recomputation policy."""
         return self.table.price(self.run, self.setting(policy))
 
-    @cached_property
-    def policies(self) -> PolicyCosts:
-        """Return the costs of every recomputation policy."""
-        return self.table.policy_costs(self.run, splits=self.splits)
+    def policies(self, modes: tuple[Recompute, ...] = USUAL_MODES) -> PolicyCosts:
+        """Return the costs of every recomputation policy that uses ``modes``."""
+        return self.table.policy_costs(self.run, splits=self.splits, modes=modes)
 
-    @cached_property
-    def bytes_by_policy(self) -> tuple[Floats, Floats]:
-        """Return, by policy, bytes held while the rank's other stages run, and transient bytes."""
+    def bytes_by_policy(self, modes: tuple[Recompute, ...]) -> tuple[Floats, Floats]:
+        """Return, by policy of ``modes``, bytes held while the rank's other stages run, and
+        transient bytes."""
         plain = self.cost(NO_RECOMPUTE)
         late_bytes = self.table.weight_grads(self.run)[1] if self.splits else 0.0
         states = sum(
@@ -72,9 +76,10 @@ class RankStage:
             for name, size in plain.memory_bytes.items()
             if name not in ("activations", "transient", "reserve")
         )
-        kept = plain.activation_bytes + self.policies.kept_bytes
+        costs = self.policies(modes)
+        kept = plain.activation_bytes + costs.kept_bytes
         lasting = [states + held_bytes(self.held, own, late_bytes) for own in kept.tolist()]
-        return np.array(lasting), self.policies.transient_bytes[self.zero]
+        return np.array(lasting), costs.transient_bytes[self.zero]
 
 
 def recomputed_to_fit(
@@ -126,11 +131,13 @@ class _Options:
 
     @staticmethod
     def of(stage: RankStage, modes: Sequence[Recompute]) -> _Options:
-        allowed = np.flatnonzero(stage.policies.policies.within(modes))
-        lasting, transient = stage.bytes_by_policy
+        used = recomputing(None, modes)
+        costs = stage.policies(used)
+        allowed = np.flatnonzero(costs.policies.within(modes))
+        lasting, transient = stage.bytes_by_policy(used)
         return _Options(
-            [stage.policies.policies[number] for number in allowed.tolist()],
-            stage.policies.seconds[allowed],
+            [costs.policies[number] for number in allowed.tolist()],
+            costs.seconds[allowed],
             lasting[allowed],
             transient[allowed],
         )

@@ -26,7 +26,13 @@ from ..search.candidates import Candidate, build_simulated, reindex_solution
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.report_plan import stage_layouts
-from ..stage.recompute_policy import NO_RECOMPUTE, RecomputePolicy, policies
+from ..stage.recompute_policy import (
+    NO_RECOMPUTE,
+    RecomputePolicy,
+    policies,
+    recomputing,
+    uniform_policy,
+)
 from ..stage.stage_cost import StageCost, StageTable
 from ..stage.stage_model import StageModel
 from ..stage.stage_problem import Solution, StageOptions, StageProblem
@@ -211,20 +217,19 @@ class _Shared:
     def _policies(self, run: Run) -> Iterator[RecomputePolicy]:
         """Yield the recomputation policies to try, first the policy without recomputation."""
         request = self.context.request
-        listed = policies(*run.class_counts)
         modes = (
             self.context.limits.modes if request.recompute is None else (request.recompute, "none")
         )
+        listed = policies(*run.class_counts, recomputing(None, modes))
         sizes, allowed = run.class_counts[0], listed.within(modes)
         many = int(allowed.sum()) > MOST_POLICIES
         for number, allows in enumerate(allowed.tolist()):
             policy = listed[number]
-            is_whole = policy.full == sizes or policy.selective == sizes or not policy.num_blocks
+            is_whole = sizes in policy or not policy.num_blocks
             if not allows or (many and not is_whole):
                 continue
-            if request.recompute == "full" and policy.full != sizes:
-                continue
-            if request.recompute == "selective" and policy.selective != sizes:
+            forced = request.recompute or "none"
+            if forced != "none" and policy != uniform_policy(forced, sizes):
                 continue
             yield policy if policy.num_blocks else NO_RECOMPUTE
 

@@ -18,21 +18,31 @@ from ..graph.positions import Dims
 from ..ops.attention import is_attention
 from ..plan import Recompute
 
-MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+PLAIN_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+"""Recomputation modes that every search considers, in descending order of kept activations."""
+
+OFFERED_MODES: tuple[Recompute, ...] = ("attention", "attention-offloaded", "none-offloaded")
+"""Recomputation modes that a search considers if they are offered: allowed by name, or where they
+help (``find_plan.with_offers``)."""
+
+MODES: tuple[Recompute, ...] = (*PLAIN_MODES[:-1], *OFFERED_MODES, PLAIN_MODES[-1])
+"""All recomputation modes; the last keeps the fewest activations."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "parallelism": ("dp", "tp", "pp", "cp", "sp", "ep"),
     "zero": ("zero1", "zero2", "zero3", "hsdp"),
-    "recompute": ("selective", "full"),
+    "recompute": ("selective", "full", *OFFERED_MODES),
     "shapes": ("2d-mesh", "3d-mesh", "mixed-stages", "branches", "uneven-shares"),
     "memory": ("offload", "tiles"),
-    "attention": ("gather", "ring", "ulysses"),
+    "cp-attention": ("gather", "ring", "ulysses"),
 }
 """Features by group; the schedules form one more group.
 
 ``dp``, ``tp``, ``cp``: mesh axes of more than one rank; ``dp`` also: rows split on any axis;
 ``pp``: several stages; ``cp`` also: attention on split positions; ``sp``: any other op on split
 positions; ``ep``: weights of experts split by expert; ``selective``, ``full``: recomputation;
+``attention``: recomputation of all but attention; ``attention-offloaded``, ``none-offloaded``: kept
+activations in host memory;
 ``2d-mesh``: two axes; ``mixed-stages``: stages of different sizes; ``branches``: separate devices
 for parallel branches; ``uneven-shares``: unequal batch shares for unlike devices; ``offload``:
 masters and optimizer states in host memory; ``tiles``: full recomputation runs the last ops of a
@@ -56,7 +66,8 @@ WHOLE_GROUPS = ("zero", "recompute")
 @dataclass(frozen=True, slots=True)
 class Features:
     """Features of parallelism, named as in ``--allow`` and ``--deny``, that a plan must not use,
-    and the features of ``CHANGES`` and ``DERIVED_SCHEDULES`` that the user allowed by name."""
+    and the features of ``CHANGES``, ``DERIVED_SCHEDULES`` and ``OFFERED_MODES`` that the user
+    allowed by name (the last also: that the search offers)."""
 
     denied: frozenset[str] = frozenset()
     changes: frozenset[str] = frozenset()
@@ -93,7 +104,10 @@ class Features:
     @property
     def recompute(self) -> tuple[Recompute, ...]:
         """Return the allowed recomputation modes, including "none"."""
-        return tuple(mode for mode in MODES if mode == "none" or self.allows(mode))
+        return tuple(mode for mode in MODES if mode == "none" or self._offers(mode))
+
+    def _offers(self, mode: Recompute) -> bool:
+        return self.allows(mode) and (mode in PLAIN_MODES or mode in self.changes)
 
 
 def features_of(allow: Iterable[str], deny: Iterable[str], schedules: tuple[str, ...]) -> Features:
@@ -118,7 +132,8 @@ def features_of(allow: Iterable[str], deny: Iterable[str], schedules: tuple[str,
         raise UsageError(
             "AP186", "every schedule is denied", fix=f"allow at least one of {', '.join(schedules)}"
         )
-    return Features(frozenset(denied), frozenset(allowed & {*CHANGES, *DERIVED_SCHEDULES}))
+    named = allowed & {*CHANGES, *DERIVED_SCHEDULES, *OFFERED_MODES}
+    return Features(frozenset(denied), frozenset(named))
 
 
 def _expanded(names: Iterable[str], groups: dict[str, tuple[str, ...]], option: str) -> set[str]:

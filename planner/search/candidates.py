@@ -399,12 +399,11 @@ class Candidate:
             zero, degree = model.prices.shardings[answer.setting.zero]
             new = RankSummary(model.prices.mesh, zero, 0, shard_degree=degree)
             before = ranks.get(choice.first_device, new)
-            num_full, num_selective = map(sum, answer.setting.policy)
+            modes = tuple(m for m in answer.run.modes(answer.setting.policy) if m != "none")
             ranks[choice.first_device] = replace(
                 new,
                 num_blocks=before.num_blocks + choice.stop - choice.start,
-                num_full=before.num_full + num_full,
-                num_selective=before.num_selective + num_selective,
+                modes=before.modes + modes,
                 shares=answer.shares,
             )
         num_slices = len(self.slices.lengths) if self.slices is not None else 0

@@ -30,6 +30,7 @@ from ..graph.layout import (
     shard,
 )
 from ..intra_op.intra_op import StageAnswer
+from ..kernels.recompute import has_tiles
 from ..plan import (
     Alternative,
     BlockPlan,
@@ -103,13 +104,13 @@ def make_plan(
 
 
 def _most_tiles(structure: Structure, best: Candidate) -> int:
-    """Return the most tiles in which a fully recomputed block runs its last ops."""
+    """Return the most tiles in which a recomputed block runs its last ops."""
     counts = [1]
     if best.slices is None and not splits(best.schedule):
         for (model, answer), choice in zip(best.answers, best.stages, strict=True):
             run = structure.run(choice.start, choice.stop)
             modes = zip(run.kinds, run.modes(answer.setting.policy), strict=True)
-            kinds = {kind for kind, mode in modes if mode == "full"}
+            kinds = {kind for kind, mode in modes if has_tiles(mode)}
             own = (structure.blocks.kinds[kind] for kind in kinds)
             counts += [last_ops(each, model.structure.graph, model.prices).count for each in own]
     return max(counts)

@@ -30,7 +30,7 @@ from ..plan import Plan, StagePlan
 from ..requests.request import Forced
 from ..schedules.held import most_held
 from ..stage.branches import stage_starts
-from ..stage.recompute_policy import NO_RECOMPUTE, RecomputePolicy
+from ..stage.recompute_policy import NO_RECOMPUTE, POLICY_MODES, RecomputePolicy
 from ..stage.stage_cost import TRANSIENT
 from ..stage.stage_model import StageModel
 from ..stage.stage_problem import StageOptions, StageProblem
@@ -136,10 +136,9 @@ def _policy(run: Run, stage: StagePlan) -> RecomputePolicy:
     """Return the recomputation policy of a stage: counts of recomputed blocks by class."""
     modes = Counter(zip(run.classes[1], (block.recompute for block in stage.blocks), strict=True))
     numbers = range(len(run.block_classes))
-    full, selective = (
-        tuple(modes[number, mode] for number in numbers) for mode in ("full", "selective")
-    )
-    return RecomputePolicy(full, selective) if any((*full, *selective)) else NO_RECOMPUTE
+    counts = (tuple(modes[number, mode] for number in numbers) for mode in POLICY_MODES)
+    policy = RecomputePolicy(*counts)
+    return policy if policy.num_blocks else NO_RECOMPUTE
 
 
 def stage_problem_of(

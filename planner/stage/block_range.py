@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ..graph.graph import Ref
+from ..kernels.recompute import BLOCK_MODES, ONCE
 from ..plan import Recompute
 from .recompute_policy import RecomputePolicy
 
@@ -57,8 +58,8 @@ class Edge:
 Row = str | Edge
 """Term of a stage's cost: kind of block, parameter of several blocks (by name), or edge."""
 
-Occurrences = tuple[int, int, int]
-"""Occurrences of a row in blocks that are not, fully, and selectively recomputed."""
+Occurrences = tuple[int, ...]
+"""Occurrences of a row in blocks of each of ``BLOCK_MODES``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,39 +156,35 @@ class Run:
 
     def modes(self, policy: RecomputePolicy) -> tuple[Recompute, ...]:
         """Return each block's recomputation mode. In each class of equal blocks the first are
-        recomputed fully, the next selectively, as many as ``policy`` says, and the rest not at
-        all."""
+        recomputed fully, the next selectively and so on (``BLOCK_MODES``), as many as ``policy``
+        says, and the rest not at all."""
         if not policy.num_blocks:
             return tuple("none" for _ in self.kinds)
-        seen: Counter[int] = Counter()
-        found: list[Recompute] = []
-        for number in self.classes[1]:
-            full, selective = policy.full[number], policy.selective[number]
-            place = seen[number]
-            seen[number] += 1
-            found.append(
-                "full" if place < full else "selective" if place < full + selective else "none"
-            )
-        return tuple(found)
+        listed = [
+            [mode for mode, count in zip(BLOCK_MODES[1:], own, strict=True) for _ in range(count)]
+            for own in zip(*policy.filled(len(self.block_classes)), strict=True)
+        ]
+        left = [iter(own) for own in listed]
+        return tuple(next(left[number], "none") for number in self.classes[1])
 
     def occurrences(self, policy: RecomputePolicy) -> Mapping[Row, Occurrences]:
         """Map each term of the stage's cost (kind of block, shared parameter, or value that a block
-        reads) to how often it occurs in blocks that are not, fully, and selectively recomputed."""
+        reads) to how often it occurs in blocks of each of ``BLOCK_MODES``."""
         if policy not in self._occurrences:
             recomputed: dict[Row, list[int]] = {}
-            numbers = zip(self.block_classes, policy.full, policy.selective, strict=True)
-            for own, full, selective in numbers if policy.num_blocks else ():
+            numbers = zip(*policy.filled(len(self.block_classes)), strict=True)
+            pairs = zip(self.block_classes, numbers, strict=True)
+            for own, counts_of in pairs if policy.num_blocks else ():
                 own_rows: tuple[Row, ...] = (own.kind, *own.edges)
                 for row in own_rows:
-                    so_far = recomputed.setdefault(row, [0, 0])
-                    so_far[0] += full
-                    so_far[1] += selective
+                    so_far = recomputed.get(row, ONCE[1:])
+                    recomputed[row] = [a + b for a, b in zip(so_far, counts_of, strict=True)]
             rows: dict[Row, Occurrences] = {}
             counts: list[tuple[Row, int]] = [*self.counts.items(), *self.edges.items()]
             for row, count in counts:
-                full, selective = recomputed.get(row, (0, 0))
-                rows[row] = count - full - selective, full, selective
-            rows |= dict.fromkeys(self.shared, (1, 0, 0))
+                again = recomputed.get(row, ONCE[1:])
+                rows[row] = (count - sum(again), *again)
+            rows |= dict.fromkeys(self.shared, ONCE)
             self._occurrences[policy] = rows
         return self._occurrences[policy]
 

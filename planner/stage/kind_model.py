@@ -27,14 +27,16 @@ from ..costs.prices import Prices
 from ..costs.seconds import HELD, Resource, State
 from ..graph.graph import Graph, Node
 from ..graph.layout import NodeLayout
-from ..kernels.recompute import Replay
+from ..kernels.recompute import BLOCK_MODES, Replay, is_offloaded, without_offload
 from ..plan import Recompute
 from .decisions import Decision
 from .structure import Edge
 from .terms import (
-    BLOCK_MODES,
     DEVICE,
     KEPT,
+    KEPT_AS,
+    KEPT_MODES,
+    ON_DEVICE,
     RECOMPUTED,
     RERUN,
     SECONDS,
@@ -52,45 +54,56 @@ class RowCost:
 
     ``amounts[zero, amount]``: see ``terms``.
     ``made_again[mode]``: bytes of the values that a recomputed block holds while its backward runs;
-    ``working_bytes[mode]``: memory of the largest op. In both, full recomputation may run ops tile
-    by tile.
+    ``working_bytes[mode]``: memory of the largest op. In both, recomputation may run ops tile by
+    tile; ``made_whole[mode]``: values held if no op does.
     """
 
     amounts: Floats
     working_bytes: Floats = field(default_factory=lambda: np.zeros(len(BLOCK_MODES)))
     made_again: Floats = field(default_factory=lambda: np.zeros(len(BLOCK_MODES)))
+    made_whole: Floats = field(default_factory=lambda: np.zeros(len(BLOCK_MODES)))
 
     @cached_property
     def seconds(self) -> Floats:
         """Return ``[mode, zero, Resource]``; rerun seconds count with the backward."""
-        found = np.repeat(self.amounts[None, :, SECONDS], len(BLOCK_MODES), axis=0)
+        found = np.repeat(self.amounts[None, :, SECONDS], len(KEPT_MODES), axis=0)
         shape = (len(self.amounts), len(RECOMPUTE_MODES), len(RECOMPUTED))
         rerun = self.amounts[:, RERUN].reshape(shape).swapaxes(0, 1)
         found[1:, :, BACKWARD] += rerun
+        every: Floats = found[KEPT_AS]
+        return every
+
+    @cached_property
+    def rerun_seconds(self) -> Floats:
+        """Return ``[mode, resource]``: seconds that recomputation reruns (device, host,
+        collectives)."""
+        rerun = self.amounts[0, RERUN].reshape(len(RECOMPUTE_MODES), len(RECOMPUTED))
+        found: Floats = np.concatenate([np.zeros((1, len(RECOMPUTED))), rerun])[KEPT_AS]
         return found
 
     @property
     def recompute_seconds(self) -> Floats:
-        """Return ``[mode]``: device seconds of full and of selective recomputation."""
-        rerun = self.amounts[0, RERUN].reshape(len(RECOMPUTE_MODES), len(RECOMPUTED))
-        found: Floats = rerun[:, DEVICE] + rerun[:, SENT]
+        """Return ``[mode]``: device seconds of recomputation."""
+        found: Floats = self.rerun_seconds[:, DEVICE] + self.rerun_seconds[:, SENT]
         return found
 
     @property
     def kept_bytes(self) -> Floats:
-        """Return ``[mode]``: bytes kept for the backward."""
-        found: Floats = self.amounts[0, KEPT]
+        """Return ``[mode]``: bytes kept on the device for the backward."""
+        found: Floats = self.amounts[0, KEPT][KEPT_AS] * ON_DEVICE
+        return found
+
+    @property
+    def host_bytes(self) -> Floats:
+        """Return ``[mode]``: bytes kept in the host's memory for the backward."""
+        found: Floats = self.amounts[0, KEPT][KEPT_AS] * (1 - ON_DEVICE)
         return found
 
     @cached_property
     def whole(self) -> RowCost:
         """Return the same cost if no op runs tile by tile."""
-        full = np.array([0, 1, 0], dtype=np.bool_)
-        return RowCost(
-            self.amounts,
-            np.where(full, self.working_bytes[0], self.working_bytes),
-            np.where(full, self.kept_bytes[0], self.made_again),
-        )
+        working = np.broadcast_to(self.working_bytes[0], len(BLOCK_MODES))
+        return RowCost(self.amounts, working, self.made_whole, self.made_whole)
 
     @property
     def states(self) -> Floats:
@@ -111,6 +124,9 @@ BACKWARD = [Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE, Resource.BACKWAR
 GATHERED_BLOCKS = 2
 """Number of blocks whose parameters ZeRO 3 holds whole at once: the running block and the next."""
 
+PARTS = {"none": "saved", "full": "read", "selective": "selected", "attention": "attended"}
+"""Attribute of ``Storages`` that has the storages kept from forward to backward, by mode."""
+
 Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 """Kept tensors as (storage, bytes), by decision and choice."""
 
@@ -119,9 +135,10 @@ Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 class OpStorages:
     """Bytes per rank that an op with a layout uses, on demand. Storages (memory of a tensor and its
     views) are (storage, bytes): ``saved`` by autograd, ``selected`` for selective recomputation,
-    ``read`` from the batch, ``again`` in the backward of full recomputation; ``working_bytes``: its
-    inputs and outputs, ``working_again`` under full recomputation. ``replay`` and ``last``: the ops
-    of the block that recomputation reruns, and those of them that it runs tile by tile."""
+    ``attended`` where attention's results are kept, ``read`` from the batch, ``again`` in the
+    backward of full recomputation; ``working_bytes``: its inputs and outputs, ``working_again``
+    under full recomputation. ``replay`` and ``last``: the ops of the block that recomputation
+    reruns, and those of them that it runs tile by tile."""
 
     node: Node
     layout: NodeLayout
@@ -136,7 +153,15 @@ class OpStorages:
 
     @cached_property
     def selected(self) -> tuple[Part, ...]:
-        return kept_parts(self.node, self.layout, self.graph, self.prices, of=self.replay)
+        return self._kept("selective")
+
+    @cached_property
+    def attended(self) -> tuple[Part, ...]:
+        return self._kept("attention")
+
+    def _kept(self, mode: Recompute) -> tuple[Part, ...]:
+        kept = self.replay.kept[mode]
+        return kept_parts(self.node, self.layout, self.graph, self.prices, of=kept)
 
     @cached_property
     def read(self) -> tuple[Part, ...]:
@@ -168,6 +193,10 @@ class ChoiceStorages:
     @cached_property
     def selected(self) -> tuple[Part, ...]:
         return _distinct(each.selected for each in self.ops)
+
+    @cached_property
+    def attended(self) -> tuple[Part, ...]:
+        return _distinct(each.attended for each in self.ops)
 
     @cached_property
     def read(self) -> tuple[Part, ...]:
@@ -202,8 +231,8 @@ class KindModel:
     decision. ``edges``: values of one decision of the block that another reads, and parameters that
     are used more than once. ``constant[zero, Resource]``: seconds of a block that no choice
     changes. ``held(decision, choice)`` returns the choice's ``Storages``; ``saved``,
-    ``again``, ``working_bytes``, ``working_again``, ``selected`` and ``read`` list them by decision
-    and choice. ``costs`` caches a block's cost by choices.
+    ``again``, ``working_bytes``, ``working_again``, ``selected``, ``attended`` and ``read`` list
+    them by decision and choice. ``costs`` caches a block's cost by choices.
     """
 
     kind: str
@@ -270,6 +299,10 @@ class KindModel:
         return tuple(tuple(held.selected for held in choices) for choices in self._held)
 
     @cached_property
+    def attended(self) -> Kept:
+        return tuple(tuple(held.attended for held in choices) for choices in self._held)
+
+    @cached_property
     def read(self) -> Kept:
         return tuple(tuple(held.read for held in choices) for choices in self._held)
 
@@ -277,16 +310,17 @@ class KindModel:
         """Return the storages (memory of a tensor and its views) kept from forward to backward
         under a recomputation mode, as (storage, bytes) by decision and choice, without values of
         other blocks."""
-        if mode == "none":
-            return self.saved
-        return self.selected if mode == "selective" else self.read
+        found: Kept = getattr(self, PARTS[without_offload(mode)])
+        return found
 
     def kept_bytes(self, mode: Recompute) -> Floats:
-        """Return the bytes that each choice of each decision (nodes laid out together) keeps from
-        forward to backward; a storage that several decisions keep counts for the first.
+        """Return the bytes that each choice of each decision (nodes laid out together) keeps on the
+        device from forward to backward; a storage that several decisions keep counts for the first.
 
         The sum over a block's decisions is at most the bytes that the block keeps.
         """
+        if is_offloaded(mode):
+            return np.zeros(self.amounts.seconds.shape[1])
         counted: dict[str, int] = {}
         found = []
         for number, choices in enumerate(self.parts(mode)):

@@ -2,22 +2,23 @@
 
 In: the decisions of a stage and the choice of each. Out: ``StageCost``, for any number of equal
 blocks, any ZeRO stage and any recomputation policy. A cost is a sum over rows (kinds of blocks,
-edges between blocks), each weighted by its occurrences in blocks that are not, that are fully and
-that are selectively recomputed: ``Σ_row Σ_mode occurrences[row, mode] · seconds[row, mode]``. The
-cost of a row is the sum of its terms, computed once per choice of layouts (``RowCost``).
+edges between blocks), each weighted by its occurrences in blocks of each mode: ``Σ_row Σ_mode
+occurrences[row, mode] · seconds[row, mode]``. The cost of a row is the sum of its terms, computed
+once per choice of layouts (``RowCost``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
 
 from ...cost_model.simulator.stage_costs import Buckets
-from ..costs.kept_bytes import RECOMPUTE_MODES
+from ..costs.host_memory import COPY_SECONDS, host_link
+from ..costs.kept_bytes import Part
 from ..costs.seconds import (
     HELD,
     Groups,
@@ -27,11 +28,13 @@ from ..costs.seconds import (
     group_blocks,
     seconds_of_passes,
 )
+from ..kernels.recompute import BLOCK_MODES, has_tiles, without_offload
 from ..plan import Recompute
 from ..schedules.held import held_bytes
-from .kind_model import RowCost
+from .kind_model import PARTS, RowCost
 from .recompute_policy import (
     MOST_POLICIES,
+    USUAL_MODES,
     Policies,
     RecomputeCosts,
     efficient_policies,
@@ -41,7 +44,16 @@ from .recompute_policy import (
 from .stage_model import CostRow, StageModel
 from .stage_problem import StageOptions, StageProblem, constant_bytes, context_bytes
 from .structure import Run
-from .terms import BLOCK_MODES, KEPT, NUM_AMOUNTS, RECEIVED, SECONDS, Floats, total
+from .terms import (
+    CONVERTED,
+    KEPT,
+    KEPT_MODES,
+    NUM_AMOUNTS,
+    RECEIVED,
+    SECONDS,
+    Floats,
+    total,
+)
 
 N = TypeVar("N", int, float)
 
@@ -60,7 +72,9 @@ class StageCost:
     Collectives of states overlap the compute of the blocks in ``groups``, and other collectives
     unless both use the same links (``shares_links``). Without groups the stage counts as one block.
     ``hidden_exchanges``: seconds per micro-batch of exchanges with experts beside compute, for a
-    plan's report.
+    plan's report. ``offloaded_bytes``: of one micro-batch in the host's memory;
+    ``host_copies``: seconds of copying them in one direction; ``exposed_copies``: part of the
+    communication in which the stage waits for copies.
     """
 
     seconds: Seconds
@@ -71,6 +85,9 @@ class StageCost:
     groups: Groups | None = field(default=None, compare=False)
     shares_links: bool = True
     hidden_exchanges: float = field(default=0.0, compare=False)
+    offloaded_bytes: float = field(default=0.0, compare=False)
+    exposed_copies: float = field(default=0.0, compare=False)
+    host_copies: float = field(default=0.0, compare=False)
 
     @property
     def compute_seconds(self) -> tuple[float, float]:
@@ -181,6 +198,10 @@ ISSUED = (
 """Per direction: the resource of the device's compute, and of the host's issue of kernels."""
 
 
+def _size(parts: Iterable[Part]) -> float:
+    return float(sum(size for _, size in parts))
+
+
 def _shares(values: Floats) -> tuple[float, ...]:
     """Return each value's fraction of the sum; equal fractions if the sum is 0."""
     total = values.sum()
@@ -210,13 +231,14 @@ class PolicyCosts:
     """Cost that each recomputation policy adds to a stage.
 
     By policy: additional ``seconds`` and ``kept_bytes`` of a micro-batch (negative for savings),
-    and total ``transient_bytes[zero, policy]``.
+    its ``host_bytes``, and total ``transient_bytes[zero, policy]``.
     """
 
     policies: Policies
     seconds: Floats
     kept_bytes: Floats
     transient_bytes: Floats
+    host_bytes: Floats
 
 
 class StageTable:
@@ -232,7 +254,7 @@ class StageTable:
         self.choices = choices
         self.kinds = {kind: self._kind(kind) for kind in problem.run.counts}
         self.rows: dict[CostRow, RowCost] = {}
-        self._policy_costs: dict[tuple[int, bool], PolicyCosts] = {}
+        self._policy_costs: dict[tuple[object, ...], PolicyCosts] = {}
         self._weight_grads: dict[str, tuple[Floats, float]] = {}
         self._priced: dict[tuple[int, StageOptions], StageCost] = {}
 
@@ -271,35 +293,37 @@ class StageTable:
         amounts += total(self.model.placed_terms(kind), choices)
         amounts[:, SECONDS] += model.constant
         held = [model.held(number, choice) for number, choice in enumerate(choices)]
-        saved = {part for own in held for part in own.saved}
-        selected = {part for own in held for part in own.selected}
-        read = {part for own in held for part in own.read}
-        kept = [sum(size for _, size in own) for own in (saved, read, selected)]
-        amounts[:, KEPT] = kept
-        both = sum(size for _, size in saved & selected)
-        again = sum(size for _, size in {part for own in held for part in own.again})
+        kept = {m: {part for own in held for part in getattr(own, PARTS[m])} for m in KEPT_MODES}
+        amounts[:, KEPT] = [_size(own) for own in kept.values()]
+        again = {part for own in held for part in own.again}
         working = float(max((own.working_bytes for own in held), default=0))
-        full = float(max((own.working_again for own in held), default=0))
-        return RowCost(
-            amounts,
-            np.array([working, full, working]),
-            np.array([0.0, again, kept[0] - both]),
-        )
+        tiled = float(max((own.working_again for own in held), default=0))
+        saved = kept["none"]
+        whole = {mode: _size(saved - own) for mode, own in kept.items()} | {"full": _size(saved)}
+        made = whole | {"full": _size(again), "attention": _size(again - kept["attention"])}
+        every = [without_offload(mode) for mode in BLOCK_MODES]
+        largest = np.array([tiled if has_tiles(mode) else working for mode in every])
+        both = (np.array([own[mode] for mode in every]) for own in (made, whole))
+        return RowCost(amounts, largest, *both)
 
-    def policy_costs(self, run: Run, *, splits: bool = False) -> PolicyCosts:
+    def policy_costs(
+        self, run: Run, *, splits: bool = False, modes: tuple[Recompute, ...] = USUAL_MODES
+    ) -> PolicyCosts:
         """Return the costs of all recomputation policies to try on a stage ``run``; ``splits``: its
-        backwards are split. Cached."""
-        key = run.key, splits
+        backwards are split; ``modes``: modes of the policies. Cached."""
+        key = run.key, splits, modes
         if key not in self._policy_costs:
             kinds = self._kinds_of(run, splits=splits)
-            costs, counts = self._recompute_costs(run, kinds), run.class_counts
+            costs, counts = self._recompute_costs(run, kinds), (*run.class_counts, modes)
             is_short = num_policies(*counts) <= MOST_POLICIES
-            listed = policies(*counts) if is_short else efficient_policies(*counts, costs)
+            some = policies if is_short else partial(efficient_policies, costs=costs)
+            listed = some(*counts)
             self._policy_costs[key] = PolicyCosts(
                 listed,
                 listed.sums(costs.seconds),
                 listed.sums(costs.kept_bytes),
                 self._transient_bytes(run, kinds, listed, costs),
+                listed.sums(costs.host_bytes),
             )
         return self._policy_costs[key]
 
@@ -317,22 +341,38 @@ class StageTable:
             for kind, own in zip(kinds, run.block_classes, strict=True)
         ]
         kept = np.array([sum(row.kept_bytes for row in own) for own in rows])
+        again = np.array([sum(row.recompute_seconds for row in own) for own in rows])
+        host = np.array([sum(row.host_bytes for row in own) for own in rows]).T
+        transient = np.array([kind.transient_bytes[1:] for kind in kinds]).transpose(1, 2, 0)
+        exposed = self._exposed(kinds, host)[:, 1:]
         return RecomputeCosts(
-            np.array([sum(row.recompute_seconds for row in own) for own in rows]).T,
+            again.T[1:] + exposed.sum(axis=0),
             (kept[:, 1:] - kept[:, :1]).T,
-            np.array([kind.transient_bytes[1:] for kind in kinds]).transpose(1, 2, 0),
+            transient + host[1:, None],
+            host[1:],
+            exposed,
         )
+
+    def _exposed(self, kinds: Sequence[RowCost], host_bytes: Floats) -> Floats:
+        """Return ``[direction, mode, class]``: seconds in which a forward and a backward wait for
+        copies of ``host_bytes[mode, class]``, as the compute of a block is shorter."""
+        compute = np.array([kind.seconds[:, 0] for kind in kinds]).transpose(2, 1, 0)
+        hidden = compute[[Resource.FORWARD_COMPUTE, Resource.BACKWARD_COMPUTE]]
+        copied = host_bytes / host_link(self.model.prices.device)
+        exposed: Floats = np.maximum(copied - hidden, 0.0) + COPY_SECONDS * (host_bytes > 0)
+        return exposed
 
     def _transient_bytes(
         self, run: Run, kinds: Sequence[RowCost], listed: Policies, costs: RecomputeCosts
     ) -> Floats:
-        """Return ``[zero, policy]``: bytes of the largest op plus gathered or recomputed values."""
+        """Return ``[zero, policy]``: bytes of the largest op plus gathered or recomputed values,
+        and the offloaded values of the running block and of another that are on their way."""
         working = np.array([kind.working_bytes for kind in kinds]).T
         rest = listed.rest(run.class_counts[0]) * working[0]
         most = np.maximum(rest.max(axis=1), listed.largest(working[1:]))
         largest = listed.largest(costs.transient_bytes)
         transient: Floats = most + np.maximum(self._gathered[:, None], largest)
-        return transient
+        return transient + listed.largest(costs.host_bytes)
 
     @property
     def transient_bytes(self) -> Floats:
@@ -356,15 +396,18 @@ class StageTable:
         return largest
 
     def seconds_per_byte(self, modes: Sequence[Recompute]) -> tuple[float, float]:
-        """Return the least seconds per saved byte of recomputing a block in one of ``modes``, and
-        the largest fraction of a block's bytes it saves. Values from outside are ignored."""
+        """Return the least seconds per saved byte of recomputing or offloading a block in one of
+        ``modes``, and the largest fraction of a block's bytes it saves. Values from outside are
+        ignored."""
         rates, shares = [], []
         for kind in self.kinds.values():
-            saved, _, selected = kind.kept_bytes.tolist()
-            for mode, saves in (("full", saved), ("selective", saved - selected)):
+            kept, host = kind.kept_bytes, kind.host_bytes[:, None]
+            added = kind.recompute_seconds + self._exposed([kind], host).sum(axis=(0, 2))
+            for number, mode in enumerate(BLOCK_MODES):
+                saves = float(kept[0] - kept[number])
                 if mode in modes and saves > 0:
-                    rates.append(kind.recompute_seconds[RECOMPUTE_MODES.index(mode)] / saves)
-                    shares.append(saves / saved)
+                    rates.append(float(added[number]) / saves)
+                    shares.append(saves / kept[0])
         return min(rates, default=0.0), max(shares, default=0.0)
 
     def price(self, run: Run, setting: StageOptions) -> StageCost:
@@ -392,6 +435,9 @@ class StageTable:
         kinds = self._kinds_of(run, splits=bool(setting.halves))
         costs = self._recompute_costs(run, kinds)
         transient = self._transient_bytes(run, kinds, forced, costs)
+        exposed = [float(forced.sums(own)[0]) for own in costs.exposed_seconds]
+        seconds[list(CONVERTED)] += exposed
+        host_bytes = float(forced.sums(costs.host_bytes)[0])
         memory = {state.name.lower(): float(states[state]) for state in list(State)[HELD]}
         memory["activations"] = kept * setting.in_flight
         late = None
@@ -410,6 +456,9 @@ class StageTable:
             late,
             self._groups_of(run, setting, of_kind),
             self.model.prices.shares_links(self.model.prices.shardings[setting.zero].degree),
+            offloaded_bytes=host_bytes,
+            exposed_copies=sum(exposed),
+            host_copies=host_bytes / host_link(self.model.prices.device),
         )
 
     def _groups_of(self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats]) -> Groups:

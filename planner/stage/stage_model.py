@@ -31,6 +31,7 @@ from ..costs.seconds import Resource, wait_weights
 from ..graph.graph import Block, Node, Ref, TensorSpec
 from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, splits
 from ..integer_programs.program import classes_of
+from ..kernels.recompute import ONCE
 from .decisions import Choice, Decision, decide, parameter_decision
 from .kind_model import ChoiceStorages, OpStorages, Storages
 from .kind_model import Kept as Kept
@@ -114,7 +115,7 @@ class StageModel:
     _targets_of: dict[Edge, Targets] = field(default_factory=dict, repr=False)
     _terms: dict[Row, tuple[Term, ...]] = field(default_factory=dict, repr=False)
     _weight_grads: dict[object, WeightGrads] = field(default_factory=dict, repr=False)
-    _repeats: dict[Edge, tuple[bool, bool]] = field(default_factory=dict, repr=False)
+    _repeats: dict[Edge, tuple[bool, ...]] = field(default_factory=dict, repr=False)
     _least_waits: dict[object, float] = field(default_factory=dict, repr=False)
 
     def kind(self, kind: str) -> KindModel:
@@ -292,7 +293,7 @@ class StageModel:
             return self.received(edge.first)
         return self.made(edge.name, edge.index)
 
-    def repeats(self, edge: Edge) -> tuple[bool, bool]:
+    def repeats(self, edge: Edge) -> tuple[bool, ...]:
         """Return, by ``RECOMPUTE_MODES``, whether recomputation repeats the value's conversion."""
         if edge not in self._repeats:
             block = self.structure.blocks.kinds[edge.uses[0].kind]
@@ -338,8 +339,10 @@ class StageModel:
 
     def rows(self, run: Run, policy: RecomputePolicy) -> list[tuple[CostRow, Occurrences]]:
         """Return the rows of the cost of the stage ``run``, each with its occurrences in blocks
-        that are not, fully, and selectively recomputed."""
-        boundaries = [(each, (count, 0, 0)) for each, count in self.boundaries(run)]
+        of each of ``BLOCK_MODES``."""
+        boundaries = [
+            (each, tuple(count * own for own in ONCE)) for each, count in self.boundaries(run)
+        ]
         return [*run.occurrences(policy).items(), *boundaries]
 
     def terms(self, row: CostRow) -> tuple[Term, ...]:

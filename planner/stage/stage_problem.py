@@ -20,12 +20,14 @@ from ...cost_model.ops.memory import reserve_bytes
 from ..costs.seconds import State, objective_weights
 from ..integer_programs.ilp import Alternative, Coupling, Memory, Problem, SharedBytes
 from ..integer_programs.ilp import Side as DecisionSide
+from ..kernels.recompute import BLOCK_MODES, has_tiles, is_offloaded, without_offload
+from ..plan import Recompute
 from .decisions import Decision
 from .kind_model import GATHERED_BLOCKS
 from .recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from .stage_model import Kept, StageModel
 from .structure import Occurrences, Row, Run
-from .terms import BLOCK_MODES, SECONDS, Floats, Term, byte_weights, time_weights
+from .terms import SECONDS, Floats, Term, byte_weights, time_weights
 
 Solution = Mapping[str, tuple[int, ...]]
 """Choices by kind of block (one per decision), and the choice of each shared parameter."""
@@ -139,7 +141,7 @@ class StageProblem:
         shared: list[SharedBytes] = []
         for kind in self.kinds:
             for mode, count in zip(BLOCK_MODES, rows[kind], strict=True):
-                if count:
+                if count and not is_offloaded(mode):
                     kept = self.model.kind(kind).parts(mode)
                     shared += self._saved(kind, kept, float(count * setting.in_flight))
         return Memory(
@@ -183,38 +185,42 @@ class StageProblem:
         working, blocks = [], []
         for kind in self.kinds:
             start, model = self.start[kind], self.model.kind(kind)
-            none, full, selective = rows[kind]
-            largest = model.working_bytes if none or selective else model.working_again
+            modes = [m for m, count in zip(BLOCK_MODES, rows[kind], strict=True) if count]
+            is_tiled = all(map(has_tiles, modes))
+            largest = model.working_again if is_tiled else model.working_bytes
             for number, sizes in enumerate(largest):
                 working.append(Alternative(((start + number, sizes),)))
             gathered = tuple(
                 (start + number, GATHERED_BLOCKS * decision.amounts.states[zero, :, State.GATHERED])
                 for number, decision in enumerate(model.decisions)
             )
-            if full:
-                blocks.append(Alternative(gathered, tuple(self._saved(kind, model.again, 1.0))))
-            elif selective:
-                blocks.append(self._made_again(kind, gathered))
-            else:
-                blocks.append(Alternative(gathered))
+            blocks += [self._alternative(kind, mode, gathered) for mode in modes]
         return tuple(working), tuple(blocks)
 
-    def _made_again(self, kind: str, gathered: tuple[tuple[int, Floats], ...]) -> Alternative:
-        """Return the transient bytes of a selectively recomputed block, by choice: the recomputed
-        values and the ``gathered`` parameters."""
-        model = self.model.kind(kind)
+    def _alternative(
+        self, kind: str, mode: Recompute, gathered: tuple[tuple[int, Floats], ...]
+    ) -> Alternative:
+        """Return the transient bytes of a block, by choice: recomputed values, values that wait in
+        host memory until it runs, and the ``gathered`` parameters."""
+        model, base = self.model.kind(kind), without_offload(mode)
+        kept = model.parts(base)
+        moved = self._saved(kind, kept, 1.0) if is_offloaded(mode) else []
+        if base == "none":
+            return Alternative(gathered, tuple(moved))
+        made = model.again if has_tiles(base) else model.saved
+        if base == "full":
+            return Alternative(gathered, (*self._saved(kind, made, 1.0), *moved))
         either = tuple(
-            tuple((*own, *kept) for own, kept in zip(saved, selected, strict=True))
-            for saved, selected in zip(model.saved, model.selected, strict=True)
+            tuple((*own, *also) for own, also in zip(saved, selected, strict=True))
+            for saved, selected in zip(made, kept, strict=True)
         )
         less = [
-            np.array([float(sum(size for _, size in own)) for own in kept])
-            for kept in model.selected
+            np.array([float(sum(size for _, size in own)) for own in choices]) for choices in kept
         ]
         linear = tuple(
-            (position, sizes - kept) for (position, sizes), kept in zip(gathered, less, strict=True)
+            (position, sizes - own) for (position, sizes), own in zip(gathered, less, strict=True)
         )
-        return Alternative(linear, tuple(self._saved(kind, either, 1.0)))
+        return Alternative(linear, (*self._saved(kind, either, 1.0), *moved))
 
 
 def constant_bytes(model: StageModel, run: Run) -> int:

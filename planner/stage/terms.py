@@ -1,10 +1,10 @@
 """Terms of a stage's cost: tables of seconds and bytes over the choices of few decisions.
 
 In: priced choices of layouts, priced conversions of values between layouts. Out: terms. A stage's
-cost is the sum of its terms, each times its occurrences in blocks that are not, fully and
-selectively recomputed. All solvers read the same terms: variable elimination minimizes their
-weighted sum (``intra_op.elimination``), the integer program has a column for each entry
-(``stage_problem``), and a price is their value at given choices (``stage_cost``).
+cost is the sum of its terms, each times its occurrences in blocks of each of ``BLOCK_MODES``. All
+solvers read the same terms: variable elimination minimizes their weighted sum
+(``intra_op.elimination``), the integer program has a column for each entry (``stage_problem``), and
+a price is their value at given choices (``stage_cost``).
 
 The amounts of an entry are the ``NUM_AMOUNTS`` columns named here: seconds of each resource, bytes
 of states, bytes kept from forward to backward by recomputation mode, and the forward seconds that
@@ -21,9 +21,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ..costs.kept_bytes import RECOMPUTE_MODES
 from ..costs.seconds import Resource, State
 from ..integer_programs.program import classes_of
+from ..kernels.recompute import BLOCK_MODES, RECOMPUTE_MODES, is_offloaded, without_offload
 from ..plan import Recompute
 
 Floats = NDArray[np.float64]
@@ -32,8 +32,14 @@ Ints = NDArray[np.int64]
 MOST_CELLS = 4_000_000
 """Maximum elements of a cost table; the integer program solves problems with larger tables."""
 
-BLOCK_MODES: tuple[Recompute, ...] = ("none", *RECOMPUTE_MODES)
-"""Modes of a block: no recomputation, and the modes of ``RECOMPUTE_MODES``."""
+KEPT_MODES: tuple[Recompute, ...] = ("none", *RECOMPUTE_MODES)
+"""Modes of a block that differ in what they keep: the modes without offloading."""
+
+KEPT_AS = np.array([KEPT_MODES.index(without_offload(mode)) for mode in BLOCK_MODES])
+"""Index in ``KEPT_MODES`` of each of ``BLOCK_MODES``."""
+
+ON_DEVICE = np.array([not is_offloaded(mode) for mode in BLOCK_MODES], dtype=np.float64)
+"""Fraction of the kept bytes that stays on the device, by ``BLOCK_MODES``: 0 or 1."""
 
 RECOMPUTED = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE, Resource.FORWARD_COMMUNICATION]
 """Resources whose forward seconds recomputation may skip: device, host, collectives of ops."""
@@ -53,8 +59,9 @@ STATES = slice(RECEIVED.stop, RECEIVED.stop + len(State))
 HELD_STATES = slice(STATES.start, STATES.start + State.GATHERED)
 """Columns of amounts: bytes of the states that a device holds all the time."""
 
-KEPT = slice(STATES.stop, STATES.stop + len(BLOCK_MODES))
-"""Columns of amounts: bytes kept by one micro-batch from forward to backward, by mode."""
+KEPT = slice(STATES.stop, STATES.stop + len(KEPT_MODES))
+"""Columns of amounts: bytes kept by one micro-batch from forward to backward, by
+``KEPT_MODES``."""
 
 UNRECOMPUTED = slice(0, KEPT.start + 1)
 """Columns of the amounts of blocks without recomputation."""
@@ -81,8 +88,9 @@ def time_weights(seconds: Floats, occurrences: Sequence[float]) -> Floats:
     found[SECONDS] = sum(occurrences) * seconds
     found[RECEIVED] = sum(occurrences)
     rerun = found[RERUN].reshape(len(RECOMPUTE_MODES), len(RECOMPUTED))
-    rerun[:, DEVICE] = np.multiply(occurrences[1:], seconds[Resource.BACKWARD_COMPUTE])
-    rerun[:, SENT] = np.multiply(occurrences[1:], seconds[Resource.BACKWARD_COMMUNICATION])
+    counts = _by_kept_mode(occurrences)[1:]
+    rerun[:, DEVICE] = counts * seconds[Resource.BACKWARD_COMPUTE]
+    rerun[:, SENT] = counts * seconds[Resource.BACKWARD_COMMUNICATION]
     return found
 
 
@@ -91,7 +99,13 @@ def byte_weights(occurrences: Sequence[float], in_flight: int) -> Floats:
     states, and the bytes that ``in_flight`` micro-batches keep."""
     found = np.zeros(NUM_AMOUNTS)
     found[HELD_STATES] = sum(occurrences)
-    found[KEPT] = np.multiply(occurrences, in_flight)
+    found[KEPT] = _by_kept_mode(ON_DEVICE * occurrences) * in_flight
+    return found
+
+
+def _by_kept_mode(occurrences: Sequence[float] | Floats) -> Floats:
+    """Return the sums of values by ``BLOCK_MODES`` that have the same one of ``KEPT_MODES``."""
+    found: Floats = np.bincount(KEPT_AS, occurrences, len(KEPT_MODES)).astype(np.float64)
     return found
 
 

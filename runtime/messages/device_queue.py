@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from mmap import PAGESIZE
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -67,6 +68,17 @@ class DeviceQueue(Protocol):
         """Start to copy ``tensor`` to host memory once ``work``, the collective that fills it, is
         done. Return None if ``tensor`` is in host memory already."""
 
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """Return bytes in host memory for ``copy``, which are never given back to the host."""
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Event:
+        """Start to copy each first tensor to the second, between device and host, once all work
+        queued so far is done, and after the copies that were started before; return an event that
+        is reached when they are done. The caller holds the tensors until ``wait_for`` it."""
+
+    def wait_for(self, event: Event) -> None:
+        """Let all work that is queued from now on wait for ``event``. Does not block the host."""
+
 
 class _Passed:
     """Event that counts as reached at all times."""
@@ -103,6 +115,17 @@ class HostQueue:
     def to_host(self, tensor: Tensor, work: Waitable | None) -> HostCopy | None:
         return None
 
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Event:
+        for source, target in pairs:
+            target.copy_(source)
+        return PASSED
+
+    def wait_for(self, event: Event) -> None:
+        event.synchronize()
+
 
 @dataclass(frozen=True, slots=True)
 class CudaQueue:
@@ -112,9 +135,10 @@ class CudaQueue:
     runs_behind: bool = True
     _inputs: Any = field(init=False)
     _figures: Any = field(init=False)
+    _copies: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("_inputs", "_figures"):
+        for name in ("_inputs", "_figures", "_copies"):
             stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             object.__setattr__(self, name, stream)
 
@@ -157,6 +181,28 @@ class CudaQueue:
             event.record(self._figures)
         tensor.record_stream(self._figures)
         return HostCopy(pinned, event)
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        # pin_memory=True would round the size up to a power of two; whole pages are pinned
+        size = -(-num_bytes // PAGESIZE) * PAGESIZE
+        memory = torch.empty(size + PAGESIZE, dtype=torch.uint8)
+        start = -memory.data_ptr() % PAGESIZE
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(memory.data_ptr() + start, size, 0)
+        torch.cuda.check_error(int(status))
+        return memory[start : start + num_bytes]
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Event:
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copies):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+            event: Event = _cuda_event()
+            event.record(self._copies)  # type: ignore[attr-defined]
+        return event
+
+    def wait_for(self, event: Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
 
     def _pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_elements, dtype=dtype, pin_memory=True)

@@ -9,11 +9,13 @@ that leave the stage, and the loss. Its parameters go by the model's own names
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -25,8 +27,11 @@ from ...passes.backward.weight_gradients import WeightGradients, defer
 from ...passes.local.localize import held_path
 from ...passes.ops.collectives import local_tensor
 from ...planner.graph.layout import Region, local_region, region_shape
+from ...planner.kernels.recompute import is_offloaded, without_offload
 from ...planner.plan import Precision, Recompute
 from ..messages.communicator import BackwardPosition
+from ..messages.device_queue import queue_of
+from .offloading import OffloadedValues, Offloader
 from .parameters import Formats, StageParameter, dtensor_placements, get_by_path, make_parameter
 from .zero import apply_zero
 
@@ -52,12 +57,15 @@ class StageBlock(nn.Module):
         shared: Container[str] = (),
         compiler: BlockCompiler | None = None,
         position: BackwardPosition | None = None,
+        offloader: Offloader | None = None,
     ) -> None:
         super().__init__()
+        self._offloader = offloader
         self.name = self.block_name = program.name
         self.inputs = program.inputs
         self.outputs = program.outputs
         self.recompute: Recompute = program.recompute
+        self.is_kept = without_offload(program.recompute) == "none"
         self.graph = program.module
         self.graphs: list[fx.GraphModule] = [program.module]
         self.part = 0
@@ -79,9 +87,9 @@ class StageBlock(nn.Module):
         op.
         """
         is_plain = self.recompute == "full" and not self.deferred and not is_tiled(self.graph)
-        if self.recompute == "none" or is_plain:
+        if self.is_kept or is_plain:
             return None
-        found = Recomputing(keeps_costly=self.recompute == "selective")
+        found = Recomputing.of(self.recompute)
         found.mark(self.graph)
         return found
 
@@ -106,17 +114,33 @@ class StageBlock(nn.Module):
         graph = self.graphs[self.part]
         if not torch.is_grad_enabled():
             return tuple(graph(*inputs))
-        outputs = graph(*inputs) if self.recompute == "none" else self._recomputed(graph, *inputs)
+        before = None if self._offloader is None else self._offloader.last
+        offloader = self._offloader if is_offloaded(self.recompute) else None
+        values = None if offloader is None else offloader.begin(graph, self.inputs, inputs)
+        with nullcontext() if values is None else saved_tensors_hooks(*values.hooks):
+            if self.is_kept:
+                outputs = tuple(graph(*inputs))
+            else:
+                outputs = self._recomputed(graph, values, *inputs)
+        if values is not None:
+            values.owner.send(values)
         # fully_shard hooks a block's outputs and warns of views, which may be written to.
         outputs = tuple(_own(o) if o._base is not None and o.requires_grad else o for o in outputs)
         for output in outputs:
             if output.requires_grad:
-                output.register_hook(self._begin_backward)
+                output.register_hook(partial(self._begin_backward, values, before))
                 break
         return outputs
 
-    def _begin_backward(self, _gradient: Tensor) -> None:
+    def _begin_backward(
+        self, values: OffloadedValues | None, before: OffloadedValues | None, _gradient: Tensor
+    ) -> None:
+        """Note which block's backward begins; fetch the block's offloaded ``values``, if they are
+        not yet there, and those of the offloaded block ``before`` it."""
         self._position.block = self.block_name
+        for each in (values, before):
+            if each is not None:
+                each.fetch()
 
     def add_program(self, program: BlockProgram) -> None:
         """Add another graph over this block's parameters, for another slice of sequences or another
@@ -133,10 +157,13 @@ class StageBlock(nn.Module):
         self._compile(graph)
         self.graphs.append(graph)
 
-    def _recomputed(self, graph: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _recomputed(
+        self, graph: fx.GraphModule, values: OffloadedValues | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         contexts: dict[str, Any] = {}
         if self._recomputing is not None:
-            contexts["context_fn"] = self._recomputing.contexts
+            hooks = None if values is None else values.hooks
+            contexts["context_fn"] = partial(self._recomputing.contexts, hooks)
         key, microbatch = self.draws.key, self.draws.microbatch
 
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -212,6 +239,8 @@ class StageModule(nn.Module):
         self.device = device if device is not None else torch.device(device_mesh.device_type)
         self.weight_gradients = WeightGradients() if splits_backward else None
         self.backward_position = BackwardPosition()
+        is_offloading = any(is_offloaded(block.recompute) for block in program.blocks)
+        self.offloader = Offloader.of(program, queue_of(self.device)) if is_offloading else None
         self.blocks = nn.ModuleList(self._make_blocks(compiler))
         self.calls = nn.ModuleList(self.blocks)
         """The modules that run the blocks: each block, or its wrapper (``zero.GatheredBlock``)."""
@@ -246,7 +275,13 @@ class StageModule(nn.Module):
         for position, block in enumerate(program.blocks):
             deferring = None if store is None else (store, position)
             yield StageBlock(
-                block, program.draws, deferring, shared, compiler, self.backward_position
+                block,
+                program.draws,
+                deferring,
+                shared,
+                compiler,
+                self.backward_position,
+                self.offloader,
             )
 
     @property
@@ -394,6 +429,8 @@ class StageModule(nn.Module):
         that it sends, outputs and the loss, by key. New values of buffers are stored until
         ``keep_buffers``."""
         known, program = dict(values), self.programs[part]
+        if self.offloader is not None:
+            self.offloader.last = None
         last_use = self._last_use[part]
         self.before_block(0)
         for name, attribute in self._shared.items():
@@ -410,6 +447,8 @@ class StageModule(nn.Module):
             known.update(zip(own.outputs, outputs, strict=True))
             for key in last_use.get(position, ()):
                 known.pop(key, None)
+        if self.offloader is not None:
+            self.offloader.last = None
         for name, key in program.updates.items():
             self._changed[name] = self._updated(program, name, known[key].detach())
         return {key: known[key] for key in self._leaving[part]}

@@ -27,6 +27,7 @@ from ..messages.communicator import ProcessCommunicator
 from ..messages.groups import build_meshes, stages_of_rank
 from ..parameters.compiling import BlockCompiler
 from ..parameters.initial_values import Weights, constants_of, fill_stages, whole_tensors
+from ..parameters.offloading import share_window
 from ..parameters.parameters import StageParameter
 from ..parameters.stage import StageModule
 from ..parameters.tied_parameters import find_tied
@@ -68,6 +69,7 @@ class RankModel:
             index: self.make_stage(index, ProcessCommunicator(meshes[index]), compiler)
             for index in stages_of_rank(self.plan, self.rank)
         }
+        share_window(stage.offloader for stage in self.stages.values())
         read = fill_stages(self.stages.values(), weights, self.program, progress)
         self.leaves = {name: tensor.clone() for name, tensor in read.items()}
         self.parameters: dict[str, StageParameter] = {}

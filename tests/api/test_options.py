@@ -30,7 +30,7 @@ def test_no_text_forces_nothing() -> None:
         ("tp=two", "not a whole number"),
         ("tp=0", "less than 1"),
         ("zero=4", "not one of 0, 1, 2 and 3"),
-        ("recompute=half", "not one of none, selective, full"),
+        ("recompute=half", "not one of none, selective, attention"),
     ],
 )
 def test_a_wrong_choice_says_what_is_wrong(text: str, said: str) -> None:

@@ -45,10 +45,12 @@ def test_zero_stages_and_shares_that_differ_are_told_by_stage() -> None:
 
 
 def test_recomputed_blocks_are_counted_unless_all_are() -> None:
-    some = [rank(4, 1, num_full=4), rank(4, 1, num_full=2, num_selective=1)]
+    some = [rank(4, 1, modes=("full",) * 4), rank(4, 1, modes=("full", "full", "selective"))]
     text = summary_text(some, "1F1B", 4, 8)
     assert "full recompute 6/8 blocks · selective recompute 1/8 blocks · 1F1B" in text
-    assert "· full recompute · " in summary_text([rank(4, 1, num_full=4)] * 2, "1F1B", 4, 8)
+    assert "· full recompute · " in summary_text(
+        [rank(4, 1, modes=("full",) * 4)] * 2, "1F1B", 4, 8
+    )
 
 
 def test_chunks_of_one_rank_count_as_one_stage() -> None:

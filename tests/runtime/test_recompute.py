@@ -134,8 +134,8 @@ def ran(mode: Recompute) -> Ran:
         outputs = block.module(data)
     else:
         contexts = {}
-        if mode == "selective":
-            recomputing = Recomputing(keeps_costly=True)
+        if mode != "full":
+            recomputing = Recomputing.of(mode)
             recomputing.mark(block.module)
             contexts["context_fn"] = recomputing.contexts
         outputs = checkpoint(block.module, data, use_reentrant=False, **contexts)
@@ -147,7 +147,7 @@ def ran(mode: Recompute) -> Ran:
     return Ran([each for each in found if each is not None], kernels.calls, echo.asked)
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", "attention", "full"])
 def test_a_recomputed_layer_has_the_gradients_of_one_that_is_not(mode: Recompute) -> None:
     for own, expected in zip(ran(mode).gradients, ran("none").gradients, strict=True):
         assert torch.equal(own, expected)
@@ -169,9 +169,15 @@ def test_recomputed_fully_all_is_computed_twice_but_the_last_product() -> None:
     assert again == 1, "the projection's partial sums are reduced again, the MLP's are not"
 
 
-def test_what_selective_recomputation_keeps_is_what_is_predicted() -> None:
-    block, _, data = layer("selective")
-    recomputing = Recomputing(keeps_costly=True)
+def test_attention_alone_is_not_computed_twice_if_its_results_are_kept() -> None:
+    none, own = ran("none"), ran("attention")
+    assert own.kernels - none.kernels == Counter(product=5)
+
+
+@pytest.mark.parametrize("mode", ["selective", "attention"])
+def test_what_recomputation_keeps_is_what_is_predicted(mode: Recompute) -> None:
+    block, _, data = layer(mode)
+    recomputing = Recomputing.of(mode)
     recomputing.mark(block.module)
     forward, _ = recomputing.contexts()
     with forward:
@@ -186,7 +192,7 @@ def test_what_selective_recomputation_keeps_is_what_is_predicted() -> None:
     parts = {
         part
         for name in kind.nodes
-        for part in kept_parts(graph[name], stage.layouts[name], graph, prices, of=again)
+        for part in kept_parts(graph[name], stage.layouts[name], graph, prices, of=again.kept[mode])
     }
     assert found == sum(size for _, size in parts)
 
@@ -196,7 +202,7 @@ def test_an_op_that_keeps_something_cannot_be_left_out() -> None:
     block, _, data = layer("selective")
     marked = next(n for n in block.module.graph.nodes if n.target is aten.gelu.default)
     marked.meta[MARK] = SPARED
-    recomputing = Recomputing(keeps_costly=True)
+    recomputing = Recomputing.of("selective")
     recomputing.mark(block.module)
     with pytest.raises(AssertionError, match="gelu"):
         checkpoint(block.module, data, use_reentrant=False, context_fn=recomputing.contexts)

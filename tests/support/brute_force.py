@@ -343,7 +343,13 @@ class BruteForce:
             ]
             cuts = {mesh.axes.index("cp"): self.positions} if "cp" in mesh.axes else {}
             self.stages[key] = Stage(
-                graph, self.blocks, prices, span, batch_axes=batch_axes, cuts=cuts
+                graph,
+                self.blocks,
+                prices,
+                span,
+                batch_axes=batch_axes,
+                cuts=cuts,
+                modes=request.recomputations,
             )
             self.num_assignments += self.stages[key].num_assignments
         return self.stages[key]

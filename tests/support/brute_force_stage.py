@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations, product
-from typing import Any
 
 import numpy as np
 from brute_force_layouts import NO_CUTS, Choices, Cuts, Floats, Ints, shardings
+from brute_force_modes import MODES, OFFLOADED, SEARCHED, Modes, held_by_mode, waits
 from brute_force_overlap import ahead_and_behind, all_at_once, one_ahead
 from brute_force_sums import OF_STATES, new_only, of_states
 
@@ -29,7 +29,6 @@ from autoparallel.planner.costs.kept_bytes import (
     RECOMPUTE_MODES,
     Part,
     Replay,
-    kept_parts,
     read_parts,
     replay,
     saved_parts,
@@ -51,13 +50,9 @@ PASSES = (
 )
 """What a pass takes: compute while the host issues it, then communication."""
 
-MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 Held = tuple[tuple[int, int], ...]
 """(Micro-batches kept whole, those of which only the gradients of weights are to come), as many
 as are held at the same time; none of the latter where no schedule splits backwards."""
-
-Modes = tuple[Recompute, ...]
-"""How each block of a stage is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,9 @@ class Stage(Choices):
         batch_axes: Sequence[int] = (),
         cuts: Cuts = NO_CUTS,
         reduce: bool = True,
+        modes: Modes = SEARCHED,
     ) -> None:
+        self.modes = modes
         super().__init__(
             graph, blocks, prices, span, batch_axes=batch_axes, cuts=cuts, reduce=reduce
         )
@@ -99,6 +96,7 @@ class Stage(Choices):
         self.passes: list[Floats] = []
         self.skipped: list[dict[Recompute, Floats]] = []
         self.bytes: list[dict[Recompute, Floats]] = []
+        self.host_bytes: list[dict[Recompute, Floats]] = []
         self.late = np.zeros(num)
         self.late_passes: list[Floats] = []
         self.late_bytes = np.zeros(num)
@@ -180,19 +178,14 @@ class Stage(Choices):
 
     def _hold(self, block: Block, read: Floats) -> None:
         """Bytes that a block keeps, and makes again in its backward, in each mode."""
-        kept = partial(kept_parts, of=self._replay(block))
-
-        def either(*given: Any) -> set[Part]:
-            return {*saved_parts(*given), *kept(*given)}
-
-        saved, selected, both = (
-            self._sum_of_parts(block, of) for of in (saved_parts, kept, either)
-        )
+        saved = self._sum_of_parts(block, saved_parts)
         self.late_bytes += self._sum_of_parts(block, self._late_parts)
         batch = self._sum_of_parts(block, read_parts)
-        self.bytes.append({"none": saved, "selective": read + selected, "full": read + batch})
-        none = np.zeros(self.num_assignments)
-        self.made_again.append({"none": none, "selective": both - selected, "full": saved})
+        sum_of = partial(self._sum_of_parts, block)
+        kept, made, host = held_by_mode(saved, (read, batch), self._replay(block), sum_of)
+        self.host_bytes.append(host)
+        self.bytes.append(kept)
+        self.made_again.append(made)
 
     def _op(self, name: str) -> Floats:
         key = self.key(name)
@@ -331,8 +324,8 @@ class Stage(Choices):
         """
         numbers = [self._number(block) for block in range(len(self.blocks))]
         return [
-            tuple(MODES[place] for place in places)
-            for places in product(range(len(MODES)), repeat=len(numbers))
+            tuple(self.modes[place] for place in places)
+            for places in product(range(len(self.modes)), repeat=len(numbers))
             if all(
                 places[i] >= places[j]
                 for i, j in combinations(range(len(numbers)), 2)
@@ -442,13 +435,16 @@ class Stage(Choices):
     def _without(self, every_late: Sequence[Floats]) -> list[dict[Recompute, Floats]]:
         """The same, backward without what is late."""
         found: list[dict[Recompute, Floats]] = []
-        for own, skipped, late in zip(self.passes, self.skipped, every_late, strict=True):
+        every = zip(self.passes, self.skipped, every_late, self.host_bytes, strict=True)
+        for own, skipped, late, host in every:
             by_mode: dict[Recompute, Floats] = {}
             for mode in MODES:
-                passes = own.copy()
+                passes, base = own.copy(), OFFLOADED.get(mode, mode)
                 passes[[1, 5]] -= late
-                if mode != "none":
-                    passes[1::2] += passes[::2] - skipped[mode][::2]
+                if base != "none":
+                    passes[1::2] += passes[::2] - skipped[base][::2]
+                hides = passes[:2] + np.stack([np.zeros_like(late[0]), late[0]])
+                passes[2:4] += waits(host.get(mode), self.prices.device, hides)
                 compute, communication, issue = passes.reshape(3, 2, -1)
                 by_mode[mode] = np.stack([np.maximum(compute, issue), communication])
             found.append(by_mode)
@@ -458,12 +454,14 @@ class Stage(Choices):
         """On the fullest rank, per assignment."""
         kept = np.zeros(self.num_assignments)
         most = np.zeros(self.num_assignments)
+        moved = np.zeros(self.num_assignments)
         for block, mode in enumerate(modes):
             kept += self.bytes[block][mode]
+            np.maximum(moved, self.host_bytes[block].get(mode, moved), out=moved)
             made = self.made_again[block][mode]
             np.maximum(most, 2 * self.gathered[zero, block] + made, out=most)
         kept = np.max([whole * kept + late * self.late_bytes for whole, late in in_flight], axis=0)
-        kept += most
+        kept += most + moved
         kept += self.state_bytes[zero]
         kept += self.working
         kept += self._fixed_bytes

@@ -32,7 +32,9 @@ ONE_STAGE_PER_RANK = features_of(
 
 def found_plan(case: Case) -> Plan | None:
     """The planner's answer, None if it says that nothing fits."""
-    request = replace(case.request, features=ONE_STAGE_PER_RANK)
+    changes = case.request.features.changes
+    features = replace(ONE_STAGE_PER_RANK, changes=ONE_STAGE_PER_RANK.changes | changes)
+    request = replace(case.request, features=features)
     try:
         return plan_for(case.graph, case.blocks, case.cluster, request)
     except InfeasibleError:

@@ -10,7 +10,8 @@ import pytest
 from exported_plans import BATCH, NUM_DEVICES, SYSTEMS, case, system_of, written
 
 from autoparallel.planner.graph.layout import REPLICATE, Mesh, NodeLayout, shard
-from autoparallel.planner.plan import GradientSum, Plan, ServerPlan
+from autoparallel.planner.plan import GradientSum, Plan, Recompute, ServerPlan
+from autoparallel.planner.requests.features import OFFERED_MODES
 from autoparallel.systems.features import FEATURES, features_of
 
 
@@ -48,6 +49,10 @@ def changes() -> dict[str, Plan]:
     def with_model(**fields: object) -> Plan:
         return replace(plan, model=replace(model, **fields))
 
+    def with_mode(mode: Recompute) -> Plan:
+        blocks = tuple(replace(block, recompute=mode) for block in stage.blocks)
+        return replace(plan, stages=(replace(stage, blocks=blocks),))
+
     return {
         "mixed-zero": replace(staged, stages=(replace(first, zero=0), *rest)),
         "mixed-stages": replace(staged, stages=(replace(first, mesh=Mesh(("tp",), (2,))), *rest)),
@@ -61,6 +66,7 @@ def changes() -> dict[str, Plan]:
         "servers": replace(plan, servers=ServerPlan((0, 1), (2, 3), (1, 1))),
         "compile": replace(plan, compiled=True),
         "tiles": replace(plan, tiles=4),
+        **{mode: with_mode(mode) for mode in OFFERED_MODES},
         "lora": with_model(settings={"lora": "r=8,alpha=16"}),
         "fp16": with_model(precision="fp16"),
         "fp8": with_model(precision="fp8"),
@@ -97,6 +103,7 @@ def changes() -> dict[str, Plan]:
         "servers",
         "compile",
         "tiles",
+        *OFFERED_MODES,
         "lora",
         "fp16",
         "fp8",

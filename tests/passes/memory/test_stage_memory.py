@@ -421,3 +421,23 @@ def test_states_that_are_offloaded_must_fit_into_the_memory_of_their_host() -> N
     with pytest.raises(InfeasibleError, match="host 0") as raised:
         check_host_memory(with_memory(12 * numel - 1), graph, blocks)
     assert raised.value.code == "AP301"
+
+
+def test_activations_that_are_offloaded_must_fit_into_the_memory_of_their_host() -> None:
+    """In flight are as many micro-batches as the first of two stages holds: two, and then one."""
+    graph, blocks = mlp(3)
+    forced = Forced(
+        dp=1, tp=1, pp=2, num_microbatches=4, recompute="none-offloaded", schedule="1f1b"
+    )
+    found = plan(graph, blocks, parse_cluster("2xH100"), Request(4, forced=forced))
+    first, second = (stage.prediction.host_bytes for stage in found.stages)
+    assert host_bytes(found, graph, blocks) == {0: 2 * first + second}
+    assert all(stage.prediction.seconds["exposed_copies"] > 0 for stage in found.stages)
+    (host,) = found.cluster.hosts
+    device = replace(host.device, host_memory_bytes=(2 * first + second) // 2 - 1)
+    small = replace(found, cluster=replace(found.cluster, hosts=(replace(host, device=device),)))
+    with pytest.raises(InfeasibleError, match="offloaded activations do not fit") as raised:
+        check_host_memory(small, graph, blocks)
+    assert raised.value.code == "AP301"
+    forward = {moment for stage in stage_memory(found, graph, blocks) for moment in stage}
+    assert "working" in forward, "values on their way count"

@@ -14,9 +14,9 @@ from autoparallel.planner.configured.configuration_pricer import ConfigurationPr
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.find_plan import SearchMethod, plan
-from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planner.requests.features import Features
+from autoparallel.planner.requests.features import OFFERED_MODES, Features
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.problem import SharedTables
 from autoparallel.planner.summary import plan_summary
@@ -61,6 +61,51 @@ def test_nothing_is_offloaded_where_that_is_forbidden(more: dict[str, object]) -
 def test_nothing_is_offloaded_on_cpus_whose_memory_is_the_hosts() -> None:
     with pytest.raises(InfeasibleError):
         plan(GRAPH, BLOCKS, parse_cluster("cpu:1"), Request(8, memory_limit_bytes=ROOM))
+
+
+def test_activations_are_offloaded_before_optimizer_states() -> None:
+    """A limit between the least memory of recomputation alone and that of offloaded activations;
+    the plan says which blocks are offloaded, and its file keeps it."""
+    graph, blocks = mlp(12, rows=4096)
+    forced = Forced(num_microbatches=1)
+
+    def found(mode: Recompute | None, **request: object) -> Plan:
+        own = Request(4096, forced=replace(forced, recompute=mode), **request)  # type: ignore[arg-type]
+        return plan(graph, blocks, h100s(), own)
+
+    full, moved = (found(mode) for mode in ("full", "attention-offloaded"))
+    least = [each.prediction.peak_memory_bytes for each in (moved, full)]
+    assert least[0] < least[1]
+    limit = {"memory_limit_bytes": sum(least) // 2}
+    best = found(None, **limit)
+    assert best.offload == "none"
+    assert {"attention-offloaded"} <= {block.recompute for block in best.stages[0].blocks}
+    assert best.stages[0].prediction.host_bytes > 0
+    assert "offload, recompute all but attention" in plan_summary(best)
+    assert loads(dumps(best)) == best
+    names = ("offload", "attention-offloaded", "none-offloaded", "attention")
+    with pytest.raises(InfeasibleError):
+        found(None, features=Features(frozenset(names)), **limit)
+
+
+def test_offloaded_activations_use_no_more_memory_of_the_host_than_there_is() -> None:
+    """Nothing fits on the device without them, nor with few of them."""
+    graph, blocks = mlp(12, rows=4096)
+    features = Features(changes=frozenset(OFFERED_MODES), denied=frozenset({"offload"}))
+    forced = Forced(num_microbatches=1)
+    own = Request(4096, forced=forced, features=features, memory_limit_bytes=707 * 10**6)
+    needed = plan(graph, blocks, h100s(), own).stages[0].prediction.host_bytes
+    (host,) = h100s().hosts
+
+    def with_memory(num_bytes: int) -> Cluster:
+        device = replace(host.device, host_memory_bytes=num_bytes)
+        return replace(h100s(), hosts=(replace(host, device=device),))
+
+    assert needed > 0
+    again = plan(graph, blocks, with_memory(needed), own).stages[0].prediction
+    assert again.host_bytes == needed
+    with pytest.raises(InfeasibleError):
+        plan(graph, blocks, with_memory(needed // 10), own)
 
 
 def test_sharding_over_more_devices_comes_before_offloading() -> None:

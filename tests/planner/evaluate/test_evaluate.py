@@ -25,12 +25,18 @@ from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.integer_programs.ilp import cost, memory_bytes
 from autoparallel.planner.inter_op.inter_op import StageChoice
 from autoparallel.planner.intra_op.intra_op import StageAnswer
+from autoparallel.planner.kernels.recompute import RECOMPUTE_MODES, is_offloaded
 from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.candidates import Candidate
 from autoparallel.planner.search.report_plan import make_plan
-from autoparallel.planner.stage.recompute_policy import RecomputePolicy, policies, uniform_policy
+from autoparallel.planner.stage.recompute_policy import (
+    POLICY_MODES,
+    RecomputePolicy,
+    policies,
+    uniform_policy,
+)
 from autoparallel.planner.stage.stage_cost import StageTable
 from autoparallel.planner.stage.stage_model import StageModel
 from autoparallel.planner.stage.stage_problem import StageOptions, StageProblem
@@ -41,9 +47,11 @@ from autoparallel.target.load import load_target
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
 
 
-def random_policy(run: Run, rng: random.Random) -> RecomputePolicy:
+def random_policy(
+    run: Run, rng: random.Random, modes: tuple[Recompute, ...] = RECOMPUTE_MODES
+) -> RecomputePolicy:
     """Every block of the run recomputed in a way drawn for its class."""
-    listed = policies(*run.class_counts)
+    listed = policies(*run.class_counts, modes)
     return listed[rng.randrange(len(listed))]
 
 
@@ -56,9 +64,11 @@ def random_stage(
     on: Cluster | None = None,
     restriction: Restriction | None = None,
     mode: Recompute | None = None,
+    modes: tuple[Recompute, ...] = RECOMPUTE_MODES,
 ) -> tuple[Plan, float, float]:
-    """A plan of random layouts, ZeRO and recomputation (``mode`` of every block if given); its
-    objective and bytes by the tables."""
+    """A plan of random layouts, ZeRO and recomputation (``mode`` of every block if given, else one
+    of ``modes``); its objective and bytes by the tables: by the integer program, which leaves out
+    waits for offloaded values, unless some may be offloaded."""
     on = on or cluster(4)
     prices = Prices(mesh, on, tuple(range(mesh.size)), "fp32", "adamw", rules)
     structure = Structure(graph, blocks)
@@ -68,7 +78,9 @@ def random_stage(
     setting = StageOptions(
         num_microbatches=rng.choice((1, 4)),
         zero=rng.randrange(4) if mesh.axes[0] == "dp" else 0,
-        policy=uniform_policy(mode, run.class_counts[0]) if mode else random_policy(run, rng),
+        policy=uniform_policy(mode, run.class_counts[0])
+        if mode
+        else random_policy(run, rng, modes),
         limit_bytes=1e12,
     )
     problem = stage_problem.linearized(setting)
@@ -92,6 +104,11 @@ def random_stage(
     )
     request = Request(graph.batch_size * count)
     found = make_plan(structure, on, request, whole, [], (0, {}))
+    if any(map(is_offloaded, (mode or "none", *modes))):
+        own = answer.cost
+        assert cost(problem, choices) <= own.objective(count) * (1 + 1e-9)
+        assert memory_bytes(problem.memory, choices) <= own.total_bytes + 1
+        return found, own.objective(count), own.total_bytes
     return found, answer.objective, memory_bytes(problem.memory, choices)
 
 
@@ -105,13 +122,25 @@ def test_random_plans_cost_what_the_tables_say(seed: int) -> None:
     assert again.peak_memory_bytes == pytest.approx(num_bytes, abs=1.0)
 
 
+@pytest.mark.parametrize("seed", seeds(8))
+def test_random_plans_with_offloaded_blocks_cost_what_the_tables_say(seed: int) -> None:
+    rng = random.Random(seed)
+    graph, blocks = mlp(3) if seed % 2 else random_graph(seed, 5, num_blocks=3)
+    modes = POLICY_MODES if seed % 3 else ("none-offloaded",)
+    found, objective, num_bytes = random_stage(graph, blocks, MESHES[seed % 3], rng, modes=modes)
+    again = evaluate(graph, blocks, found, found.cluster)
+    assert again.objective_seconds[0] == pytest.approx(objective, rel=1e-9)
+    assert again.peak_memory_bytes == pytest.approx(num_bytes, abs=1.0)
+
+
+@pytest.mark.parametrize("mode", ["full", "attention", "attention-offloaded"])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_plans_with_tiles_cost_what_the_tables_say(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, mode: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_all(monkeypatch.setattr)
     rng, mesh = random.Random(seed), (Mesh(("dp",), (2,)), Mesh(("tp",), (4,)))[seed % 2]
-    found, objective, num_bytes = random_stage(*mlp(3, rows=16), mesh, rng, mode="full")
+    found, objective, num_bytes = random_stage(*mlp(3, rows=16), mesh, rng, mode=mode)
     again = evaluate(*mlp(3, rows=16), found, found.cluster)
     whole = evaluate(*mlp(3, rows=16), replace(found, tiles=1), found.cluster)
     assert found.tiles > 1

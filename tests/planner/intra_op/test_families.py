@@ -18,12 +18,12 @@ from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.integer_programs.ilp import cost, memory_bytes, optimize
 from autoparallel.planner.intra_op.families import Family
 from autoparallel.planner.intra_op.kind_tables import KindTables, Rates
+from autoparallel.planner.kernels.recompute import BLOCK_MODES, is_offloaded
 from autoparallel.planner.stage.recompute_policy import uniform_policy
 from autoparallel.planner.stage.stage_cost import StageTable
 from autoparallel.planner.stage.stage_model import StageModel
 from autoparallel.planner.stage.stage_problem import StageOptions, StageProblem
 from autoparallel.planner.stage.structure import Structure
-from autoparallel.planner.stage.terms import BLOCK_MODES
 
 COUNT = 4
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
@@ -75,5 +75,9 @@ def test_elimination_program_and_price_agree(seed: int) -> None:
             choices = tuple(rng.randrange(len(each)) for each in program.costs)
             found = StageTable(problem, choices).price(problem.run, setting)
             assert program.memory is not None
-            assert memory_bytes(program.memory, choices) == pytest.approx(found.total_bytes)
+            num_bytes = memory_bytes(program.memory, choices)
+            if is_offloaded(mode):  # the program leaves out values of other blocks on their way
+                assert num_bytes <= found.total_bytes
+            else:
+                assert num_bytes == pytest.approx(found.total_bytes)
             assert cost(program, choices) <= found.objective(COUNT) * (1 + 1e-9)

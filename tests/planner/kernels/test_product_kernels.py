@@ -303,7 +303,7 @@ def test_selective_recomputation_keeps_no_scores() -> None:
     """It keeps the output, and runs neither product again."""
     graph, blocks = fused(*written(causal()))
     found = find_replay(blocks.blocks[0], graph, rules, rules.storage_of(graph))
-    assert found.kept <= {"out"}
+    assert found.kept["selective"] <= {"out"}
     assert "scores" in found.skipped["selective"]
 
 

@@ -56,20 +56,20 @@ def replay_of(nodes: list[Node], first: str) -> Replay:
 
 def test_a_residual_sum_is_kept_for_the_product_that_goes_into_it() -> None:
     found = replay_of(attention_then_mlp(), "first norm")
-    assert found.kept == {"query", "h", "up"}
+    assert found.kept["selective"] == {"query", "h", "up"}
     assert found.skipped["selective"] == {"query", "proj", "h", "up", "down", "out"}
-    assert found.repeats([("first norm", 0), ("h", 0)]) == (True, True)
-    assert found.repeats([("h", 1)]) == (True, False), "proj is not reduced again"
-    assert found.repeats([("second norm", 0), ("out", 0)]) == (True, True)
-    assert found.repeats([("down", 0)]) == (True, True), "its weight's gradient reads that"
+    assert found.repeats([("first norm", 0), ("h", 0)]) == (True, True, True)
+    assert found.repeats([("h", 1)]) == (True, False, True), "proj is not reduced again"
+    assert found.repeats([("second norm", 0), ("out", 0)]) == (True, True, True)
+    assert found.repeats([("down", 0)]) == (True, True, True), "its weight's gradient reads that"
 
 
 def test_nothing_after_the_last_that_keeps_is_run_again() -> None:
     """The last product keeps what it reads, and is not computed for that."""
     found = replay_of(attention_then_mlp(), "first norm")
     assert found.skipped["full"] == {"down", "out"}
-    assert found.repeats([("out", 1)]) == (False, False)
-    assert found.repeats([("out", 0), ("second norm", 0)]) == (True, True)
+    assert found.repeats([("out", 1)]) == (False, False, False)
+    assert found.repeats([("out", 0), ("second norm", 0)]) == (True, True, True)
 
 
 def test_a_product_that_a_gradient_reads_is_kept_itself() -> None:
@@ -82,7 +82,7 @@ def test_a_product_that_a_gradient_reads_is_kept_itself() -> None:
         wide("both", "mul.Tensor", "sum", "proj"),
     ]
     found = replay_of(nodes, "proj")
-    assert found.kept == {"proj"}
+    assert found.kept["selective"] == {"proj"}
     assert found.skipped["selective"] == {"proj"}
     assert found.skipped["full"] == frozenset()
 
@@ -99,7 +99,7 @@ def test_two_products_into_one_sum_keep_that_alone() -> None:
         wide("square", "mul.Tensor", "h", "h"),
     ]
     found = replay_of(nodes, "attention")
-    assert found.kept == {"h"}
+    assert found.kept["selective"] == {"h"}
     assert found.skipped["selective"] == {"attention", "mlp", "both", "h"}
     assert found.unread["selective"] == {("both", 0), ("both", 1), ("h", 0), ("h", 1)}
 
@@ -118,17 +118,17 @@ def test_a_product_with_a_frozen_weight_still_reads_what_it_is_given() -> None:
     replaced = replay_of(
         [node for node in nodes if "frozen" not in node.name and node.name != "out"], "proj"
     )
-    assert replaced.kept == {"h"}
+    assert replaced.kept["selective"] == {"h"}
     still = [
         replace(node, outputs=(replace(node.spec, requires_grad=False),))
         if node.name == "frozen.weight"
         else node
         for node in nodes
     ]
-    assert replay_of(still, "proj").kept == {"proj"}
+    assert replay_of(still, "proj").kept["selective"] == {"proj"}
     found = replay_of(still, "proj")
     assert "frozen" in found.skipped["selective"]
-    assert found.repeats([("frozen", 0)]) == (True, True)
+    assert found.repeats([("frozen", 0)]) == (True, True, True)
 
 
 def test_attention_with_a_learned_mask_makes_its_scores_again_with_it() -> None:
@@ -147,10 +147,11 @@ def test_attention_with_a_learned_mask_makes_its_scores_again_with_it() -> None:
         ),
     ]
     found = replay_of(nodes, "mask")
-    assert found.kept == {"attention"}
-    assert found.skipped["selective"] == {"attention"}
-    assert found.repeats([("attention", 3)]) == (True, True)
-    assert found.repeats([("attention", 0)]) == (True, True)
+    for mode in ("selective", "attention"):
+        assert found.kept[mode] == {"attention"}
+        assert found.skipped[mode] == {"attention"}
+    assert found.repeats([("attention", 3)]) == (True, True, True)
+    assert found.repeats([("attention", 0)]) == (True, True, True)
 
 
 def test_a_sum_that_is_larger_is_made_again() -> None:
@@ -163,7 +164,7 @@ def test_a_sum_that_is_larger_is_made_again() -> None:
         op("square", "mul.Tensor", (Ref("wide"), Ref("wide")), 2, ROWS, WIDTH),
     ]
     found = replay_of(nodes, "proj")
-    assert found.kept == {"proj"}
+    assert found.kept["selective"] == {"proj"}
     assert found.skipped["selective"] == {"proj"}
 
 
@@ -177,5 +178,5 @@ def test_of_a_block_that_keeps_nothing_nothing_is_run_again(mode: Recompute) -> 
     ]
     found = replay_of(nodes, "twice")
     assert found.skipped[mode] == {"twice", "turned"}
-    assert found.kept == frozenset()
-    assert found.repeats([("twice", 0), ("twice", 1)]) == (False, False)
+    assert found.kept["selective"] == frozenset()
+    assert found.repeats([("twice", 0), ("twice", 1)]) == (False, False, False)

@@ -19,7 +19,7 @@ from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.schedules.held import splits, stage_half_pairs
 from autoparallel.planner.search.context import SearchContext
-from autoparallel.planner.stage.recompute_policy import RecomputePolicy
+from autoparallel.planner.stage.recompute_policy import POLICY_MODES, RecomputePolicy
 from autoparallel.planner.stage.stage_cost import TRANSIENT, combine_bytes
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -69,7 +69,7 @@ def every(schedule: str, rank: int) -> list[tuple[float, float]]:
 
 def policies_of(stage: RankStage) -> list[RecomputePolicy]:
     """Every recomputation of a stage."""
-    policies = stage.policies.policies
+    policies = stage.policies().policies
     return [policies[number] for number in range(len(policies))]
 
 
@@ -103,11 +103,13 @@ def test_a_single_mode_is_that_of_every_block(mode: Recompute) -> None:
         assert policy.num_blocks == stage.run.stop - stage.run.start
 
 
-@pytest.mark.parametrize("modes", [("none", "selective"), ("none", "full")])
+@pytest.mark.parametrize(
+    "modes", [("none", "selective"), ("none", "full"), ("none", "none-offloaded")]
+)
 def test_only_modes_that_are_allowed_are_used(modes: tuple[Recompute, ...]) -> None:
     stages = ranks_of("bfs")[0]
     most = max(size for _, size in every("bfs", 0))
     for share in (0.3, 0.6, 0.9):
         for policy in recomputed_to_fit(stages, share * most, modes):
-            used = {"full": sum(policy.full), "selective": sum(policy.selective)}
+            used = dict(zip(POLICY_MODES, map(sum, policy), strict=True))
             assert all(not used[mode] for mode in used if mode not in modes)

@@ -10,6 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 from brute_force import IN_FLIGHT, Best, BruteForce, Way, bound, front, held
+from brute_force_modes import MODES
 from brute_force_stage import Stage
 from random_cases import random_case
 from random_suites import seeds
@@ -72,7 +73,7 @@ def _random_way(
     ranks = tuple(range(first, first + size))
     allowed = [mesh for mesh in force.meshes(ranks) if force.splits_rows(rows, mesh)]
     space = force.stage(rows, rng.choice(allowed), ranks, (start, stop))
-    zero, modes = rng.choice(space.zeros), rng.choice(space.recomputations)
+    zero, modes = rng.choice(space.zeros), tuple(rng.choice(MODES) for _ in space.blocks)
     which = rng.randrange(space.num_assignments)
     figures = tuple(space.seconds(zero, modes)[which].tolist())
     gather = float(space.first_gather(zero, modes)[which])

@@ -7,15 +7,19 @@ the same way as real models.
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import replace
 from functools import cache
 from statistics import mean
 
 import pytest
 from brute_force_shares import Shared
+from marks import slow
 from random_cases import Case, random_case, where_compute_counts
 from solved_cases import SAME, Solved, assert_is_near, best_of_all, found_plan, with_limit
 
 from autoparallel.planner.evaluate.evaluate import evaluate
+from autoparallel.planner.requests.features import OFFERED_MODES, Features
 
 NUM_CASES = 200
 SAMPLE = (1, 7, 10, 15, 17)
@@ -60,6 +64,31 @@ def test_the_plan_costs_what_it_says_and_fits(seed: int) -> None:
         priced = evaluate(own.case.graph, own.case.blocks, own.found, own.case.cluster)
         assert priced.step_seconds == pytest.approx(own.seconds, rel=SAME)
         assert limit is None or priced.peak_memory_bytes <= limit
+
+
+@pytest.mark.parametrize("seed", [*range(4), *map(slow, range(4, 32))])
+def test_of_offloaded_and_recomputed_blocks_a_plan_is_near_the_best(seed: int) -> None:
+    """Every mode is offered, and copies to the host take about as long as the compute of a block,
+    longer or shorter."""
+    case = random_case(seed, mixed=False)
+    rate = random.Random(seed).choice((1e7, 1e8, 1e9))
+    hosts = tuple(
+        replace(host, device=replace(host.device, host_link_bytes_per_second=rate))
+        for host in case.cluster.hosts
+    )
+    modes = (*OFFERED_MODES[1:],) if len(case.blocks.blocks) > 3 else OFFERED_MODES
+    features = Features(changes=frozenset(modes))
+    case = replace(
+        case,
+        cluster=replace(case.cluster, hosts=hosts),
+        request=replace(case.request, features=features),
+        memory_share=case.memory_share or 0.6,
+    )
+    case = with_limit(case)
+    found = found_plan(case)
+    below = math.inf if found is None else found.prediction.step_seconds * (1 + 1e-6)
+    own = Solved(case, found, best_of_all(case, below=below))
+    assert_is_near(own, WORST_MISS)
 
 
 def test_few_plans_are_not_the_best_and_none_by_much() -> None:

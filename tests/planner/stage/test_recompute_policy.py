@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 from random_suites import seeds
 
+from autoparallel.planner.plan import Recompute
 from autoparallel.planner.stage.recompute_policy import (
     MOST_POLICIES,
+    POLICY_MODES,
+    USUAL_MODES,
     Policies,
     RecomputeCosts,
     efficient_policies,
     group_policies,
     num_policies,
     policies,
+    recomputing,
+    uniform_policy,
 )
 
 KINDS = ("stem", "layer", "layer", "wide", "narrow", "head")
@@ -35,13 +40,16 @@ def test_blocks_are_taken_from_their_classes_in_order(seed: int) -> None:
     rng = random.Random(seed)
     kinds = tuple(rng.choice("ab") for _ in range(rng.randint(2, 4)))
     counts = tuple(rng.choice((1, 2, rng.randint(3, 250))) for _ in kinds)
-    for place, ways in zip(*group_policies(counts, kinds), strict=True):
+    modes = rng.choice((USUAL_MODES, POLICY_MODES))
+    for place, ways in zip(*group_policies(counts, kinds, modes), strict=True):
         sizes = tuple(counts[number] for number in place)
-        for full, some in ways.swapaxes(0, 1).tolist():
-            if len(place) > 1:
-                assert tuple(full) == filled(0, sum(full), sizes)
-                assert tuple(some) == filled(sum(full), sum(some), sizes)
-            assert all(f + s <= size for f, s, size in zip(full, some, sizes, strict=True))
+        for by_mode in ways.swapaxes(0, 1).tolist():
+            before = 0
+            for own in by_mode if len(place) > 1 else ():
+                assert tuple(own) == filled(before, sum(own), sizes)
+                before += sum(own)
+            every = zip(*by_mode, strict=True)
+            assert all(sum(own) <= size for own, size in zip(every, sizes, strict=True))
 
 
 @pytest.mark.parametrize("seed", seeds(8))
@@ -52,11 +60,11 @@ def test_a_policy_is_one_of_every_group(seed: int) -> None:
     places, ways = group_policies(counts, kinds)
     expected = []
     for chosen in product(*(own.swapaxes(0, 1).tolist() for own in ways)):
-        full, some = {}, {}
-        for place, (first, second) in zip(places, chosen, strict=True):
-            full |= dict(zip(place, first, strict=True))
-            some |= dict(zip(place, second, strict=True))
-        expected.append((tuple(full[n] for n in range(3)), tuple(some[n] for n in range(3))))
+        by_mode: list[dict[int, int]] = [{} for _ in POLICY_MODES]
+        for place, own in zip(places, chosen, strict=True):
+            for found_of, numbers in zip(by_mode, own, strict=True):
+                found_of |= dict(zip(place, numbers, strict=True))
+        expected.append(tuple(tuple(own[n] for n in range(3)) for own in by_mode))
     found = policies(counts, kinds)
     assert [tuple(found[number]) for number in range(len(found))] == expected
     assert num_policies(counts, kinds) == len(expected) == len(set(expected))
@@ -65,9 +73,15 @@ def test_a_policy_is_one_of_every_group(seed: int) -> None:
 def blocks(seed: int) -> RecomputeCosts:
     rng = np.random.default_rng(seed)
     number = len(KINDS)
-    seconds = rng.uniform(1, 3, number) * np.array([[1.0], [0.4]])
-    kept = -rng.uniform(1, 3, number) * np.array([[1.0], [0.5]])
-    return RecomputeCosts(seconds, kept, rng.integers(0, 4, (2, 3, number)).astype(float))
+    seconds = rng.uniform(1, 3, number) * np.array([[1.0], [0.4], [0.7], [0.8], [0.5]])
+    kept = -rng.uniform(1, 3, number) * np.array([[1.0], [0.5], [0.8], [1.0], [1.0]])
+    return costs_of(seconds, kept, rng.integers(0, 4, (5, 3, number)).astype(float))
+
+
+def costs_of(seconds: np.ndarray, kept: np.ndarray, transient: np.ndarray) -> RecomputeCosts:
+    return RecomputeCosts(
+        seconds, kept, transient, np.zeros(kept.shape), np.zeros((2, *kept.shape))
+    )
 
 
 def figures(on: Policies, given: RecomputeCosts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -79,10 +93,16 @@ def figures(on: Policies, given: RecomputeCosts) -> tuple[np.ndarray, np.ndarray
 
 
 @pytest.mark.parametrize("seed", seeds(8))
-@pytest.mark.parametrize("modes", [("full", "selective"), ("full",), ("selective",), ()])
-def test_for_every_limit_the_best_policy_is_left(seed: int, modes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "modes", [("full", "selective"), ("full",), ("selective",), (), ("full", "attention-offloaded")]
+)
+def test_for_every_limit_the_best_policy_is_left(seed: int, modes: tuple[Recompute, ...]) -> None:
     given = blocks(seed)
-    every, some = policies(COUNTS, KINDS), efficient_policies(COUNTS, KINDS, given)
+    used = recomputing(None, modes)
+    every, some = (
+        policies(COUNTS, KINDS, used),
+        efficient_policies(COUNTS, KINDS, used, costs=given),
+    )
     assert len(some) < len(every)
     best = []
     rng = random.Random(seed)
@@ -103,18 +123,18 @@ def test_for_every_limit_the_best_policy_is_left(seed: int, modes: tuple[str, ..
 
 
 def test_the_first_policy_recomputes_nothing_and_all_blocks_alike_may_be_forced() -> None:
-    found = efficient_policies(COUNTS, KINDS, blocks(0))
-    assert found[0] == ((0,) * 6, (0,) * 6)
-    listed = [tuple(found[number]) for number in range(len(found))]
-    assert (COUNTS, (0,) * 6) in listed
-    assert ((0,) * 6, COUNTS) in listed
+    found = efficient_policies(COUNTS, KINDS, costs=blocks(0))
+    assert not found[0].num_blocks
+    listed = [found[number] for number in range(len(found))]
+    assert uniform_policy("full", COUNTS) in listed
+    assert uniform_policy("selective", COUNTS) in listed
 
 
 def test_of_many_kinds_few_policies_are_left() -> None:
     rng = np.random.default_rng(1)
     kinds = tuple(f"layers.{n}" for n in range(10))
-    seconds = rng.uniform(1, 3, 10) * np.array([[1.0], [0.5]])
-    given = RecomputeCosts(seconds, -seconds, rng.integers(0, 9, (2, 4, 10)).astype(float))
+    seconds = rng.uniform(1, 3, 10) * np.array([[1.0], [0.5], [1.0], [1.0], [1.0]])
+    given = costs_of(seconds, -seconds, rng.integers(0, 9, (5, 4, 10)).astype(float))
     counts = (1, 2, 1, 3, 1, 22, 1, 2, 1, 1)
     assert num_policies(counts, kinds) > 1_000_000
-    assert len(efficient_policies(counts, kinds, given)) < 4 * MOST_POLICIES
+    assert len(efficient_policies(counts, kinds, costs=given)) < 4 * MOST_POLICIES
