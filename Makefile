@@ -4,7 +4,7 @@ TYPES := build/types
 EVERYTHING := build/durations_of_all.txt
 
 .PHONY: check lint types test durations coverage structure slow everything nightly strict package \
-    versions zoo corpus grid faults mutations fuzz failures ring gpu regret soak references docs \
+    versions zoo corpus grid faults mutations fuzz failures ring window gpu regret soak references docs \
     picture
 
 check: lint types test
@@ -109,6 +109,13 @@ ring:
 	$(PYTHON) -m autoparallel plan examples/gpt.py --cluster cpu:8 --profile analytic $(LONG) \
 	  --set vocab=32 --global-batch 1 --parallel cp=8 --allow ring -o build/ring.json
 	$(PYTHON) -m autoparallel verify build/ring.json --timeout 7200
+
+# Two steps of one layer with a sliding window over a million positions, on eight ranks.
+window:
+	mkdir -p build
+	$(PYTHON) -m autoparallel plan hf:tests/models/window --cluster cpu:8 --profile analytic \
+	  --seq 1048576 --global-batch 1 --parallel cp=8 -o build/window.json
+	$(PYTHON) -m autoparallel run build/window.json --steps 2 --no-check-first-step
 
 # On a machine with GPUs: the tests that need one, verified plans, profiles and training steps,
 # into build/gpu.json. PARTS=step,verify runs some of them.

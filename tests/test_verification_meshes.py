@@ -56,6 +56,8 @@ FOUR = (
     ("window", "cp=4"),
     ("window", "cp=2,tp=2,recompute=full"),
     ("window", "cp=2,pp=2,microbatches=4,recompute=selective"),
+    ("window", "cp=2,pp=2,microbatches=4,recompute=none-offloaded"),
+    ("window", "dp=4,shard=2,zero=3,recompute=attention-offloaded"),
     ("llama", "cp=2,pp=2,microbatches=4"),
     ("mixtral", "ep=4,microbatches=2"),
     ("mixtral", "ep=2,tp=2"),
@@ -94,6 +96,8 @@ RING_FOUR = (
     ("llama", "dp=2,cp=2,zero=3,microbatches=2"),
     ("llama", "cp=2,pp=2,microbatches=4,recompute=selective"),
     ("deepseek_v3", "cp=4"),
+    ("llama", "cp=2,tp=2,recompute=attention"),
+    ("gpt", "cp=4,recompute=none-offloaded"),
 )
 DROPPED_FEW = (("dropout", "cp=2"),)
 HEADS_FEW = (("gpt", "cp=2"), ("llama", "cp=2,microbatches=2,recompute=selective"))

@@ -56,7 +56,9 @@ def compare_first_step(
     """
     if asked is None and VARIABLE in os.environ:
         asked = os.environ[VARIABLE] == "1"
-    if asked is False or (asked is None and not share_value(is_quick(trainer.plan))):
+    if asked is None:
+        asked = share_value(is_quick(trainer.plan, trainer.program.graph))
+    if not asked:
         return
     alone = cache(model)
 

@@ -20,7 +20,9 @@ from ...passes.ops.collectives import local_tensor
 from ...passes.ops.random_ops import step_key
 from ...passes.tracing.counter_random import batch_dims, counter_random
 from ...planner.errors import UsageError
+from ...planner.graph.graph import Graph, Node
 from ...planner.graph.layout import region_slices
+from ...planner.ops.attention import is_attention, window_of
 from ...planner.plan import Plan, Precision
 from ..messages.shared_objects import on_first, share_value
 from ..parameters.parameters import StageParameter
@@ -32,6 +34,10 @@ from .verify import Piece, collect, collect_buffers
 
 MOST_SECONDS = 10.0
 """Estimated time of the plain model's step above which it is run only if the user asks."""
+
+MASKS = 4
+"""Number of masks of all positions that a model writes for a window: causality, the window, both
+together, and their copy for each sequence."""
 
 TOLERANCES: dict[Precision, tuple[float, float, float]] = {
     "fp64": (1e-6, 1e-5, 1e-3),
@@ -63,9 +69,10 @@ class FirstStep:
     buffers: Mapping[str, float]
 
 
-def is_quick(plan: Plan) -> bool:
+def is_quick(plan: Plan, graph: Graph) -> bool:
     """Return whether, by the plan's prediction, one device can run the plan's step in
-    ``MOST_SECONDS`` and in the memory that is free here."""
+    ``MOST_SECONDS`` and in the memory that is free here. ``graph``: the captured model's, which
+    lacks the masks of windows that the model itself writes."""
     prediction, count = plan.prediction, len({d for s in plan.stages for d in s.devices})
     if prediction.step_seconds * count > MOST_SECONDS:
         return False
@@ -73,7 +80,17 @@ def is_quick(plan: Plan) -> bool:
         free = torch.cuda.mem_get_info()[0]
     else:
         free = psutil.virtual_memory().available // 2
-    return prediction.peak_memory_bytes * count < free
+    masks = (_mask_bytes(graph, node) for node in graph)
+    return prediction.peak_memory_bytes * count + max(masks, default=0) < free
+
+
+def _mask_bytes(graph: Graph, node: Node) -> int:
+    """Return the bytes of an attention's mask, where the graph has a window instead, and of the
+    masks that it is made of."""
+    if not (is_attention(node) and window_of(node)):
+        return 0
+    query, key = (graph.spec(ref) for ref in node.inputs[:2])
+    return MASKS * query.shape[-2] * key.shape[-2]
 
 
 def check_first_step(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,14 +14,16 @@ import torch.nn.functional as F  # noqa: N812
 from forced_plans import adopting, settled
 from marks import slow
 from processes import run_processes, set_torchrun_variables
+from test_verification import captured, planned
 from torch import Tensor, nn
 from torch.compiler import is_exporting
 
 import autoparallel
 from autoparallel.passes.local.input_rows import StageRows
 from autoparallel.planner.errors import AutoparallelError
+from autoparallel.planner.plan_file import loads
 from autoparallel.runtime.data.rank_batch import whole_batch
-from autoparallel.runtime.verify.first_step import FirstStep, _difference, _norm
+from autoparallel.runtime.verify.first_step import FirstStep, _difference, _norm, is_quick
 
 
 def _batch() -> tuple[Tensor]:
@@ -237,3 +241,15 @@ def test_a_loss_that_is_rounding_of_1_is_no_difference() -> None:
         assert _difference(alone, own, precision) is None
         own = FirstStep(loss + 0.1, norms, {})
         assert _difference(alone, own, precision) is not None
+
+
+def test_a_model_whose_masks_would_not_fit_is_not_run_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph with a window has no mask, but the model itself writes four of 16 by 16 positions."""
+    plan, graph = loads(planned("window", "dp=2"), "test"), captured("window", "fp32")[1].graph
+    least = 2 * plan.prediction.peak_memory_bytes
+    for more, quick in ((4 * 16 * 16, False), (4 * 16 * 16 + 1, True)):
+        memory = SimpleNamespace(available=2 * (least + more))
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        assert is_quick(plan, graph) == quick

@@ -10,7 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from autoparallel.passes.local.local_functions import split_causal_attention
+from autoparallel.passes.memory.saved_tensors import FakeRanks
+from autoparallel.passes.ops.collectives import Rank
 from autoparallel.passes.ops.windowed import windowed_attention
+from autoparallel.planner.graph.layout import Mesh
 
 
 def inputs(rows: int, length: int, heads: int, held: int) -> tuple[Tensor, ...]:
@@ -62,3 +66,31 @@ def test_it_takes_no_mask_and_no_dropout() -> None:
     given = inputs(8, 8, 1, 1)
     with pytest.raises(ValueError, match="without a mask"):
         torch.ops.autoparallel.scaled_dot_product_attention(*given, None, 0.1, True, window=2)
+
+
+@pytest.mark.slow
+def test_a_million_positions_on_eight_ranks_equal_one_device_and_a_direct_softmax() -> None:
+    """One head of size 16 with a window of 1,024. Sampled results and gradients of queries and
+    values are compared with sums over the window, written out."""
+    length, window, parts = 2**20, 1024, 8
+    torch.manual_seed(0)
+    query, key, value, seed = torch.randn(4, 1, 1, length, 16, dtype=torch.float64).unbind()
+    given = [each.requires_grad_() for each in (query, key, value)]
+    mesh, made = Mesh(("cp",), (parts,)), []
+    for place, own in enumerate(query.chunk(parts, 2)):
+        rank = Rank(mesh, (place,), FakeRanks(mesh, (place,)))
+        made.append(split_causal_attention(rank, own, key, value, axes=(0,), window=window))
+    found = torch.cat(made, 2)
+    by_query, by_key, by_value = torch.autograd.grad(found, given, seed)
+    whole = windowed_attention(*given, window=window)
+    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
+    expected = torch.autograd.grad(whole, given, seed)
+    for one, other in zip((by_query, by_key, by_value), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    for place in (0, 1, 1023, 1024, length // 8 - 1, length // 8, length // 8 + 1023, length - 1):
+        seen = slice(max(0, place - window + 1), place + 1)
+        own, keys, values = query[0, 0, place], key[0, 0, seen], value[0, 0, seen]
+        direct = torch.softmax(keys @ own / 4, 0) @ values
+        torch.testing.assert_close(found[0, 0, place], direct, rtol=1e-10, atol=1e-10)
+        (one,) = torch.autograd.grad(direct @ seed[0, 0, place], query, retain_graph=True)
+        torch.testing.assert_close(by_query[0, 0, place], one[0, 0, place], rtol=1e-9, atol=1e-9)
