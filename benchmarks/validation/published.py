@@ -245,6 +245,7 @@ def _configuration(row: Row, assumed: list[str]) -> Configuration:
         pp=pp,
         cp=cp,
         zero=zero,
+        shard=_shard(row),
         recompute=_recompute(row, assumed),
         microbatch_size=rows * dp,
         num_microbatches=num_microbatches,
@@ -312,20 +313,27 @@ def _gradient_bytes(row: Row) -> int:
 
 def _zero(row: Row) -> int:
     text = row.get("zero_stage/fsdp", "")
-    if any(word in text for word in ("auto", "ILP", "offload", "HSDP", "replicate across")):
+    if any(word in text for word in ("auto", "ILP", "offload")):
         raise UnusableRowError(f"sharding {text!r}")
     stage = re.search(r"ZeRO-(\d)", text)
     if text.startswith("not stated") or not text or text == "n/a":
         raise UnusableRowError(f"sharding {text or 'is missing'!r}")
     if stage:
         return KEPT_IN_PIPELINES if _is_titan(row) and number(row, "pp") > 1 else int(stage[1])
-    if "FULL_SHARD" in text:
+    if "FULL_SHARD" in text or text.startswith("HSDP"):
         return 3
     if "distributed optimizer" in text:
         return 1
     if text.startswith("0"):
         return 0
     raise UnusableRowError(f"sharding {text!r}")
+
+
+def _shard(row: Row) -> int | None:
+    """Return the ranks over which states are sharded where these are a part of all."""
+    text = row.get("zero_stage/fsdp", "")
+    found = re.search(r"shard=(\d+) x replicate|shard in node of (\d+)", text)
+    return int(found[1] or found[2]) if found else None
 
 
 def _overlaps(row: Row, zero: int) -> bool:

@@ -182,6 +182,12 @@ def test_a_pipeline_of_torchtitan_has_its_default_number_of_microbatches() -> No
     assert runs["titan_70B_256_2d"].configuration.zero == 3
 
 
+def test_states_that_are_sharded_within_groups_are_read_so() -> None:
+    runs = copied_runs()
+    found = [runs[name].configuration for name in ("dgxc2502_maxtext70B_bf16_512", "fms_7b_h100")]
+    assert [(own.zero, own.shard) for own in found] == [(3, 128), (3, 8)]
+
+
 def test_gradients_are_accumulated_as_the_row_says() -> None:
     runs = copied_runs()
     bf16 = runs["bloom_12288x106_a96_d8t4p12m2_g2048_02-28"].program

@@ -96,7 +96,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 29884, LONG),
     ("words of CHANGELOG.md", 338, LONG),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 76951, LONG),
+    ("tests: lines", 76957, LONG),
     ("tests: files", 484, LONG),
     ("tests: flat files", 20),
 )
