@@ -7,9 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 
 import autoparallel
 from autoparallel.__main__ import run_command
+from autoparallel.agents.documents import document_schema
 from autoparallel.analysis.lengths import _Steps, price_lengths, read_lengths
 from autoparallel.analysis.plan_model import PlanModel, load_plan_model
 from autoparallel.planner.errors import PlanError, UsageError
@@ -81,7 +83,9 @@ def test_the_page_says_the_buckets_of_a_script(
     assert "Step(model, buckets=(64, 256))" in page
     assert max(map(len, page.splitlines())) <= 80
     assert run_command([*arguments, str(folder / "lengths.txt"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["result"]
+    document = json.loads(capsys.readouterr().out)
+    Draft202012Validator(document_schema("explain")).validate(document)
+    found = document["result"]
     assert found["number"] == len(LENGTHS)
     assert [len(each["buckets"]) for each in found["options"]] == [1, 2, 3]
 

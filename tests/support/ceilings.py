@@ -93,10 +93,10 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 10, STATED),
     ("exceptions from formatting (fmt: skip, fmt: off)", 0, KERNELS),
     ("pages of docs/ without docs/adr/", 19),
-    ("words of docs/ without docs/adr/ and generated pages", 29884, LONG),
+    ("words of docs/ without docs/adr/ and generated pages", 29875, LONG),
     ("words of CHANGELOG.md", 338, LONG),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 76957, LONG),
+    ("tests: lines", 76961, LONG),
     ("tests: files", 484, LONG),
     ("tests: flat files", 20),
 )
