@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 STATISTICS_ALIGNED = 32
 """Multiple to which the memory-efficient kernel pads the queries of its statistics
-(``kAlignLSE``, ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.h)."""
+(kAlignLSE, ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.h)."""
 
 
 class Attended(NamedTuple):

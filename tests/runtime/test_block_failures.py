@@ -67,8 +67,8 @@ def hangs(worker: Worker, plan_path: str, at: str) -> dict[str, Any]:
             stop()
         return forward(self, *inputs)
 
-    def stopping_backward(self: StageBlock, gradient: Any) -> None:
-        begin_backward(self, gradient)
+    def stopping_backward(self: StageBlock, *values: Any) -> None:
+        begin_backward(self, *values)
         if begun[0] and f"{self.name}'" == at:
             stop()
 

@@ -96,7 +96,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 29875, LONG),
     ("words of CHANGELOG.md", 338, LONG),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 76961, LONG),
+    ("tests: lines", 76963, LONG),
     ("tests: files", 484, LONG),
     ("tests: flat files", 20),
 )

@@ -66,7 +66,7 @@ OPTIONS = (
         DP + " --gradient-dtype {0}",
     ),
     Case("AP113", f"{DP} --tf32 yes", "is not one of (none)", DP + " --tf32 {0}"),
-    Case("AP114", f"{DP} --optimizer adamq", "is not one of (adamw)", DP + " --optimizer {0}"),
+    Case("AP114", f"{DP} --optimizer adamww", "did you mean (adamw)", DP + " --optimizer {0}"),
     Case("AP115", "plan model.py --cluster 8xH1OO", r"(H100)", "show cluster 8x{0}"),
     Case("AP115", "plan model.py --cluster cluster.tml", r"", "show cluster 8xH100"),
     Case("AP117", f"{DP} --memory-limit 72gigs", r": (72GiB)", DP + " --memory-limit {0}"),

@@ -19,6 +19,8 @@ KINDS = {
     "one dp axis": "MULTI_GPU",
     "zero 1": "DEEPSPEED",
     "fsdp": "FSDP",
+    "hsdp": "FSDP",
+    "zero 1 within groups": "FSDP",
     "tp": "MULTI_GPU",
     "sp": "FSDP",
     "1f1b": "FSDP",
