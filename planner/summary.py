@@ -152,7 +152,16 @@ def zero_text(zero: int, shard_degree: int = 0) -> str:
     >>> zero_text(1), zero_text(3, 8)
     ('ZeRO 1', 'ZeRO 3 within 8')
     """
-    return f"ZeRO {zero}" + (f" within {shard_degree}" if zero and shard_degree else "")
+    return f"ZeRO {sharding_text(zero, shard_degree)}"
+
+
+def sharding_text(zero: int, shard_degree: int = 0) -> str:
+    """Format a ZeRO stage as ``zero_text`` does, for a cell under the heading ZeRO.
+
+    >>> sharding_text(1), sharding_text(3, 8)
+    ('1', '3 within 8')
+    """
+    return f"{zero}" + (f" within {shard_degree}" if zero and shard_degree else "")
 
 
 def offload_text(offload: Offload) -> tuple[str, ...]:

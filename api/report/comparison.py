@@ -40,8 +40,8 @@ from autoparallel.planner.summary import (
     plan_summary,
     rank_summaries,
     schedule_text,
+    sharding_text,
     strategy_parts,
-    zero_text,
 )
 from autoparallel.report.printing import list_table, plain_table, section
 
@@ -247,7 +247,7 @@ def choices(plan: Plan) -> Mapping[str, str]:
         "compiled": "yes" if plan.compiled else "no",
         "cluster": f"{plan.cluster.name} ({device_text(plan)})",
         "parallel": parts[0],
-        "ZeRO": "/".join(dict.fromkeys(zero_text(s.zero, s.shard_degree)[5:] for s in plan.stages)),
+        "ZeRO": "/".join(dict.fromkeys(sharding_text(s.zero, s.shard_degree) for s in plan.stages)),
         "recompute": ", ".join(recompute).replace(" recompute", "") or "none",
         "schedule": schedule if plan.has_pipeline else "one stage",
         "micro-batches": f"{plan.num_microbatches} × {plan.microbatch_size}",

@@ -29,7 +29,7 @@ from autoparallel.analysis.sharding import (
 )
 from autoparallel.options.words import bytes_text, names_text, ranks_text, seconds_text
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.summary import mesh_text, zero_text
+from autoparallel.planner.summary import mesh_text, sharding_text
 from autoparallel.report.printing import WIDTH, bars, list_table, plain_table
 
 SHORT_ALTERNATIVES, SHORT_CATEGORIES = 3, 3
@@ -82,7 +82,7 @@ def _stage_cells(row: StageRow) -> tuple[str, ...]:
         names_text(row["blocks"]),
         ranks_text(row["ranks"]),
         row["mesh"],
-        zero_text(row["zero"], row["shard_degree"])[len("ZeRO ") :],
+        sharding_text(row["zero"], row["shard_degree"]),
         seconds_text(row["forward_seconds"]),
         seconds_text(row["backward_seconds"]),
         bytes_text(row["memory_bytes"]),

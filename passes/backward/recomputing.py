@@ -151,9 +151,8 @@ class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return compute()
         if self._is_again:
             return _given_back(self._memory.popleft())
-        block.keeps_costly = False  # its kernels' own results are not kept
-        results = compute()
-        block.keeps_costly = True
+        with block.keeping_nothing():
+            results = compute()
         self._memory.append(_remembered(results, hollow=False))
         return results
 

@@ -16,13 +16,7 @@ from torch import fx
 from ...planner import ops as rules
 from ...planner.errors import PlanError
 from ...planner.graph.graph import Block, Blocks, Graph, Ref, TensorSpec
-from ...planner.graph.layout import (
-    INVARIANT,
-    REPLICATE,
-    Layout,
-    Mesh,
-    boundary_layout,
-)
+from ...planner.graph.layout import INVARIANT, REPLICATE, Layout, Mesh, boundary_layout
 from ...planner.graph.state_sharding import StateSharding, state_sharding
 from ...planner.kernels.recompute import Storages, find_replay, has_tiles, without_offload
 from ...planner.kernels.tiles import last_region

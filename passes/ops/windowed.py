@@ -70,8 +70,8 @@ def _attention_op(
 
 
 def _chunks(rows: Tensor, length: int, step: int) -> Tensor:
-    """Return (batch · chunks, heads, length, size): the chunks of ``length`` positions that begin
-    every ``step`` positions of (batch, heads, positions, size)."""
+    """Cut ``rows`` (batch, heads, positions, size) into chunks of ``length`` positions, of which
+    one begins every ``step`` positions; return them as (batch · chunks, heads, length, size)."""
     return rows.unfold(-2, length, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
 

@@ -264,9 +264,9 @@ class MeshPrices:
         gradient_bytes = numel * self.policy.gradient_bytes
         joint = self.mesh.joint_axes
         axes = tuple(axis for axis in joint if not held[axis].is_shard)
-        if zero and state_sharding(self.mesh, axes, degree).num_shards == 1:
-            zero = 0
         sharding = state_sharding(self.mesh, axes, degree if zero else 0)
+        if sharding.num_shards == 1:
+            zero, sharding = 0, state_sharding(self.mesh, axes)
         shards = sharding.num_shards
         if not spec.requires_grad:
             if spec.stored:
@@ -412,8 +412,8 @@ class MeshPrices:
         return seconds, StateBytes(parameters=held.parameters, gathered=gathered_bytes)
 
     def _streamed(self, kind: str, num_bytes: float, sharding: StateSharding) -> float:
-        whole, latency = (self._states(kind, each, sharding) for each in (num_bytes, 1))
-        return max(0.0, whole - latency)
+        latency = self._states(kind, 1, sharding)
+        return max(0.0, self._states(kind, num_bytes, sharding) - latency)
 
     def _states(self, kind: str, num_bytes: float, sharding: StateSharding) -> float:
         """Return the seconds of ZeRO's collective ``kind``, with its copies if measured."""

@@ -142,14 +142,16 @@ class Prices(ExpertPrices):
         """Return the seconds in which each rank of an axis sends ``num_bytes`` to another and
         receives as many, as in swaps and rings.
 
-        Messages of both directions travel at the same time; over several hosts some cross hosts.
+        Messages of both directions travel at the same time. On an axis over several hosts some of
+        them cross hosts; these decide.
         """
         group = self.groups[axis]
         return self._message(num_bytes, group.inter if group.num_hosts > 1 else group.intra)
 
     def _parts_of_keys(self, key: TensorSpec, layout: NodeLayout, axis: int) -> int:
-        """Return the number of parts into which mesh axes other than ``axis`` divide the keys of an
-        attention that a rank reads; along ``OF_GROUPS`` it reads one of the heads that it holds."""
+        """Return by which number the keys that a rank reads are fewer than all keys of an
+        attention, apart from the split along ``axis``: other axes split them, and with
+        ``OF_GROUPS`` the rank reads one of the heads that it holds."""
         held = layout.inputs[1]
         sizes = [
             size for at, size in enumerate(self.mesh.shape) if at != axis and held[at].is_shard

@@ -47,9 +47,8 @@ from ..variants.slice_costs import carried_bytes
 @dataclass(frozen=True, slots=True)
 class StageFacts:
     """Facts shared by all blocks of a stage. ``sharding``: of its states. ``link`` is the link from
-    the previous stage.
-    ``slices``: lengths of sequence slices. ``splits``: whether the backward defers weight
-    gradients."""
+    the previous stage. ``slices``: lengths of sequence slices. ``splits``: whether the backward
+    defers weight gradients."""
 
     graph: Graph
     prices: Prices

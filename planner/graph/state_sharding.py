@@ -8,13 +8,13 @@ FSDP", section 3.2.2). A group may divide an axis of the mesh in two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from .layout import Mesh
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StateSharding:
     """Axes of ``mesh`` along which ZeRO shards a parameter's states (``sharded``) and along which
     the shards are ``replicated``. The mesh is a stage's, one axis of which may be divided in two:
@@ -24,11 +24,11 @@ class StateSharding:
     replicated: tuple[int, ...]
     sharded: tuple[int, ...]
 
-    @property
+    @cached_property
     def num_shards(self) -> int:
         return self.mesh.num_ranks(self.sharded)
 
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         return self.mesh.num_ranks(self.replicated)
 
@@ -49,7 +49,8 @@ def joint_groups(mesh: Mesh, degree: int) -> dict[int, int] | None:
     return sizes if rest == 1 else None
 
 
-def state_sharding(mesh: Mesh, axes: Sequence[int], degree: int = 0) -> StateSharding:
+@cache
+def state_sharding(mesh: Mesh, axes: tuple[int, ...], degree: int = 0) -> StateSharding:
     """Return how ZeRO shards a parameter that ranks along the joint axes ``axes`` hold whole: over
     all of them (0), or over those of each group of ``degree`` neighbours (``joint_groups``). Raises
     ValueError if there are no such groups.
@@ -59,7 +60,7 @@ def state_sharding(mesh: Mesh, axes: Sequence[int], degree: int = 0) -> StateSha
     ((2, 2, 2), (0,), (1,))
     """
     if not degree:
-        return StateSharding(mesh, (), tuple(axes))
+        return StateSharding(mesh, (), axes)
     sizes = joint_groups(mesh, degree)
     if sizes is None:
         raise ValueError(f"ranks of {mesh} do not form groups of {degree} neighbours")

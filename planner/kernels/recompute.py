@@ -103,8 +103,8 @@ class Replay:
     """Ops and layout conversions that the backward of a recomputed block reruns.
 
     By mode, ``kept``: ops whose results are kept; ``skipped``: ops that are not rerun, including
-    ``kept``; ``unread``: uses of values (an op and the position of its input)
-    that recomputation does not need, so their layout conversion is not repeated.
+    ``kept``; ``unread``: uses of values (an op and the position of its input) that recomputation
+    does not need, so their layout conversion is not repeated.
     """
 
     kept: Mapping[Recompute, frozenset[str]]

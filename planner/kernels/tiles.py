@@ -177,7 +177,8 @@ class _Region:
     def takes(self, node: Node, strategy: AxisStrategy) -> bool:
         """Add an op with a strategy if that fits; return whether it does."""
         fits = not _exchanges(node, strategy) and all(map(_varies, strategy.outputs))
-        is_scalar = all(spec.numel == 1 for spec in node.outputs)  # a sum is finished tile by tile
+        # an op on parts of a sum, such as its scaling, is repeated in every tile: scalars alone
+        is_scalar = all(spec.numel == 1 for spec in node.outputs)
         if not fits or not any(each.is_shard or is_scalar for each in strategy.inputs):
             return False
         entering: dict[Ref, Placement] = {}
@@ -208,7 +209,7 @@ class _Region:
 
 
 def _varies(placement: Placement) -> bool:
-    """Return whether a value differs from tile to tile: it is cut, or a tile's part of a sum."""
+    """Return whether each tile has its own value: a cut of the whole, or a part of a sum."""
     return placement.is_shard or placement.kind == "P"
 
 

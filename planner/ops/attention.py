@@ -324,10 +324,21 @@ ATTENTION = replace(
     result="attended",
 )
 
-RING_RECORD = replace(
+PART = replace(
     ATTENTION,
-    name="ring_attention",
     rule=None,
+    is_costly=False,
+    memory="new",
+    autocast="as inputs",
+    script="",
+    result="",
+)
+"""Record of a rank's part of attention over split positions, which ``experts.as_run`` puts in its
+place to be priced; its work is that of its own kind."""
+
+RING_RECORD = replace(
+    PART,
+    name="ring_attention",
     flops=_ring_flops,
     products=_ring_products,
     reads="steps",
@@ -335,19 +346,13 @@ RING_RECORD = replace(
     # four to send, four to add up gradients.
     kernels=(8, 9),
     kept_bytes=_ring_bytes,
-    is_costly=False,
-    memory="new",
-    autocast="as inputs",
-    script="",
-    result="",
 )
 
 SPECS = (
     ATTENTION,
     replace(
-        ATTENTION,
+        PART,
         name="balanced_attention",
-        rule=None,
         flops=_balanced_flops,
         reads="halves",
         # Forward: two of attention, two copies of sent values, one to join both results. Backward:
@@ -355,11 +360,6 @@ SPECS = (
         # keys and two for values that pad the second attention's gradients, and the sum.
         kernels=(5, 11),
         kept_bytes=_balanced_bytes,
-        is_costly=False,
-        memory="new",
-        autocast="as inputs",
-        script="",
-        result="",
     ),
     RING_RECORD,
     replace(RING_RECORD, name="balanced_ring_attention", keeps="nothing"),

@@ -124,9 +124,6 @@ BACKWARD = [Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE, Resource.BACKWAR
 GATHERED_BLOCKS = 2
 """Number of blocks whose parameters ZeRO 3 holds whole at once: the running block and the next."""
 
-PARTS = {"none": "saved", "full": "read", "selective": "selected", "attention": "attended"}
-"""Attribute of ``Storages`` that has the storages kept from forward to backward, by mode."""
-
 Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 """Kept tensors as (storage, bytes), by decision and choice."""
 
@@ -134,11 +131,10 @@ Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 @dataclass(frozen=True)
 class OpStorages:
     """Bytes per rank that an op with a layout uses, on demand. Storages (memory of a tensor and its
-    views) are (storage, bytes): ``saved`` by autograd, ``selected`` for selective recomputation,
-    ``attended`` where attention's results are kept, ``read`` from the batch, ``again`` in the
-    backward of full recomputation; ``working_bytes``: its inputs and outputs, ``working_again``
-    under full recomputation. ``replay`` and ``last``: the ops of the block that recomputation
-    reruns, and those of them that it runs tile by tile."""
+    views) are (storage, bytes): ``kept`` in a mode of recomputation, made ``again`` in the backward
+    of full recomputation; ``working_bytes``: its inputs and outputs, ``working_again`` under full
+    recomputation. ``replay`` and ``last``: the ops of the block that recomputation reruns, and
+    those of them that it runs tile by tile."""
 
     node: Node
     layout: NodeLayout
@@ -146,26 +142,21 @@ class OpStorages:
     prices: Prices
     replay: Replay
     last: LastOps
+    _kept: dict[Recompute, tuple[Part, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    @cached_property
-    def saved(self) -> tuple[Part, ...]:
-        return saved_parts(self.node, self.layout, self.graph, self.prices)
-
-    @cached_property
-    def selected(self) -> tuple[Part, ...]:
-        return self._kept("selective")
-
-    @cached_property
-    def attended(self) -> tuple[Part, ...]:
-        return self._kept("attention")
-
-    def _kept(self, mode: Recompute) -> tuple[Part, ...]:
-        kept = self.replay.kept[mode]
-        return kept_parts(self.node, self.layout, self.graph, self.prices, of=kept)
-
-    @cached_property
-    def read(self) -> tuple[Part, ...]:
-        return read_parts(self.node, self.layout, self.graph, self.prices)
+    def kept(self, mode: Recompute) -> tuple[Part, ...]:
+        """Return the storages kept from forward to backward in one of ``KEPT_MODES``: those that
+        autograd saves, those that recomputation keeps, or, if all is rerun, those read from the
+        batch."""
+        if mode not in self._kept:
+            own = self.node, self.layout, self.graph, self.prices
+            if mode in ("none", "full"):
+                self._kept[mode] = (saved_parts if mode == "none" else read_parts)(*own)
+            else:
+                self._kept[mode] = kept_parts(*own, of=self.replay.kept[mode])
+        return self._kept[mode]
 
     @cached_property
     def again(self) -> tuple[Part, ...]:
@@ -185,22 +176,14 @@ class ChoiceStorages:
     """``OpStorages`` of all ops of a choice together; ``working_bytes`` of the largest op."""
 
     ops: tuple[OpStorages, ...]
+    _kept: dict[Recompute, tuple[Part, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    @cached_property
-    def saved(self) -> tuple[Part, ...]:
-        return _distinct(each.saved for each in self.ops)
-
-    @cached_property
-    def selected(self) -> tuple[Part, ...]:
-        return _distinct(each.selected for each in self.ops)
-
-    @cached_property
-    def attended(self) -> tuple[Part, ...]:
-        return _distinct(each.attended for each in self.ops)
-
-    @cached_property
-    def read(self) -> tuple[Part, ...]:
-        return _distinct(each.read for each in self.ops)
+    def kept(self, mode: Recompute) -> tuple[Part, ...]:
+        if mode not in self._kept:
+            self._kept[mode] = _distinct(each.kept(mode) for each in self.ops)
+        return self._kept[mode]
 
     @cached_property
     def again(self) -> tuple[Part, ...]:
@@ -230,9 +213,9 @@ class KindModel:
     ``amounts`` are of the choices of all decisions, in order. ``where`` maps a node to its
     decision. ``edges``: values of one decision of the block that another reads, and parameters that
     are used more than once. ``constant[zero, Resource]``: seconds of a block that no choice
-    changes. ``held(decision, choice)`` returns the choice's ``Storages``; ``saved``,
-    ``again``, ``working_bytes``, ``working_again``, ``selected``, ``attended`` and ``read`` list
-    them by decision and choice. ``costs`` caches a block's cost by choices.
+    changes. ``held(decision, choice)`` returns the choice's ``Storages``; ``parts``, ``again``,
+    ``working_bytes`` and ``working_again`` list them by decision and choice. ``costs`` caches a
+    block's cost by choices.
     """
 
     kind: str
@@ -243,6 +226,9 @@ class KindModel:
     constant: Floats = field(repr=False)
     held: Callable[[int, int], Storages] = field(repr=False)
     costs: dict[tuple[int, ...], RowCost] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _parts: dict[Recompute, Kept] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -273,10 +259,6 @@ class KindModel:
         )
 
     @cached_property
-    def saved(self) -> Kept:
-        return tuple(tuple(held.saved for held in choices) for choices in self._held)
-
-    @cached_property
     def working_bytes(self) -> tuple[Floats, ...]:
         return tuple(
             np.array([held.working_bytes for held in choices], dtype=np.float64)
@@ -294,24 +276,16 @@ class KindModel:
     def again(self) -> Kept:
         return tuple(tuple(held.again for held in choices) for choices in self._held)
 
-    @cached_property
-    def selected(self) -> Kept:
-        return tuple(tuple(held.selected for held in choices) for choices in self._held)
-
-    @cached_property
-    def attended(self) -> Kept:
-        return tuple(tuple(held.attended for held in choices) for choices in self._held)
-
-    @cached_property
-    def read(self) -> Kept:
-        return tuple(tuple(held.read for held in choices) for choices in self._held)
-
     def parts(self, mode: Recompute) -> Kept:
         """Return the storages (memory of a tensor and its views) kept from forward to backward
         under a recomputation mode, as (storage, bytes) by decision and choice, without values of
         other blocks."""
-        found: Kept = getattr(self, PARTS[without_offload(mode)])
-        return found
+        base = without_offload(mode)
+        if base not in self._parts:
+            self._parts[base] = tuple(
+                tuple(held.kept(base) for held in choices) for choices in self._held
+            )
+        return self._parts[base]
 
     def kept_bytes(self, mode: Recompute) -> Floats:
         """Return the bytes that each choice of each decision (nodes laid out together) keeps on the

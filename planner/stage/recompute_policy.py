@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from ..kernels.recompute import BLOCK_MODES
 from ..plan import Recompute
+from ..requests.features import PLAIN_MODES
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -50,7 +51,7 @@ FEWEST_POINTS = 10
 POLICY_MODES = BLOCK_MODES[1:]
 """Modes of the blocks that a policy counts: all but "none"."""
 
-USUAL_MODES: tuple[Recompute, ...] = ("full", "selective")
+USUAL_MODES = tuple(mode for mode in POLICY_MODES if mode in PLAIN_MODES)
 """Modes of ``POLICY_MODES`` that policies use unless another is asked for."""
 
 

@@ -31,7 +31,7 @@ from ..costs.seconds import (
 from ..kernels.recompute import BLOCK_MODES, has_tiles, without_offload
 from ..plan import Recompute
 from ..schedules.held import held_bytes
-from .kind_model import PARTS, RowCost
+from .kind_model import RowCost
 from .recompute_policy import (
     MOST_POLICIES,
     USUAL_MODES,
@@ -293,7 +293,7 @@ class StageTable:
         amounts += total(self.model.placed_terms(kind), choices)
         amounts[:, SECONDS] += model.constant
         held = [model.held(number, choice) for number, choice in enumerate(choices)]
-        kept = {m: {part for own in held for part in getattr(own, PARTS[m])} for m in KEPT_MODES}
+        kept = {mode: {part for own in held for part in own.kept(mode)} for mode in KEPT_MODES}
         amounts[:, KEPT] = [_size(own) for own in kept.values()]
         again = {part for own in held for part in own.again}
         working = float(max((own.working_bytes for own in held), default=0))

@@ -207,7 +207,7 @@ class StageProblem:
         moved = self._saved(kind, kept, 1.0) if is_offloaded(mode) else []
         if base == "none":
             return Alternative(gathered, tuple(moved))
-        made = model.again if has_tiles(base) else model.saved
+        made = model.again if has_tiles(base) else model.parts("none")
         if base == "full":
             return Alternative(gathered, (*self._saved(kind, made, 1.0), *moved))
         either = tuple(

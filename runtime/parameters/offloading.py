@@ -36,7 +36,8 @@ LEAST_BYTES = 1024
 
 
 class Kept(NamedTuple):
-    """A tensor that is kept in host memory: its storage's place in ``values``, and its view."""
+    """Tensor whose storage is in host memory: the storage's place in ``values``, and the dtype,
+    shape, stride and offset of the tensor in it."""
 
     values: OffloadedValues
     place: int

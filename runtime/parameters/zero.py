@@ -160,7 +160,7 @@ def _shard(
     if owner.shards and stage.weight_gradients is not None and SUMS_ALL:
         wrapped.set_reduce_scatter_unused_params(True)
     if stage.device.type == "cpu":
-        # fully_shard itself sums the result over groups, at once
+        # fully_shard sums the result over groups at once, so it must be complete
         is_async = ASYNC_ON_CPU and not owner.shards
         reduces = AsyncReduceScatter(pending, tuple(owner.parameters), is_async=is_async)
         wrapped.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]  # no public base
@@ -363,7 +363,7 @@ def finish_weight_backward(stage: StageModule) -> None:
 
 
 def _with_gradient(group: Any) -> Iterator[int]:
-    """Yield the ids of the shards of a group's parameters that have a gradient to be reduced."""
+    """Yield the ids of a group's sharded parameters whose gradients are still to be reduced."""
     for parameter in group.fsdp_params:
         whole = getattr(parameter, "_unsharded_param", None)
         summed = getattr(parameter, "unsharded_accumulated_grad", None)

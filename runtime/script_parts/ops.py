@@ -47,12 +47,11 @@ def attend_upto(
 ) -> Tensor:
     """Compute causal attention of queries that end at position ``end`` - 1 of the keys, each over
     ``window`` keys at the most if it is not 0."""
-    rows = query.shape[-2]
+    key, value = (each.narrow(-2, 0, end) for each in (key, value))
     if window:
-        key, value = (each.narrow(-2, 0, end) for each in (key, value))
         return windowed_attention(query, key, value, window=window, **options)
+    rows = query.shape[-2]
     seen = torch.ones(rows, end, dtype=torch.bool, device=query.device).tril(end - rows)
-    key, value = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
     return F.scaled_dot_product_attention(query, key, value, seen, **options)
 
 

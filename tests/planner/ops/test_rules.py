@@ -215,8 +215,8 @@ def test_an_expanded_dim_is_split_from_a_whole_input_with_a_partial_gradient() -
 
 
 def offered_to_groups(size: int) -> set[str]:
-    """Return the strategies, on an axis of ``size``, of causal attention in which two heads of keys
-    are read by four heads of queries each."""
+    """Return the strategies of causal attention on an axis of ``size``. It has eight heads of
+    queries and two of keys, each of which four heads of queries read."""
     keys = spec(2, 2, 6, 4)
     return offered(
         "scaled_dot_product_attention.default",
