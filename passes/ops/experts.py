@@ -375,25 +375,25 @@ class _Placed:
         # By owner and rank, the experts that the rank computes; it has its own ones first.
         moved = [
             [
-                [e for e in range(owner * held, (owner + 1) * held) if rank in ranks[e]]
-                for rank in range(num_ranks)
+                [e for e in range(owner * held, (owner + 1) * held) if to in ranks[e]]
+                for to in range(num_ranks)
             ]
             for owner in range(num_ranks)
         ]
         of_expert: list[list[int]] = [[] for _ in ranks]
-        size = max(sum(len(moved[o][rank]) for o in range(num_ranks)) for rank in range(num_ranks))
-        for rank in range(num_ranks):
-            owners = (rank, *(owner for owner in range(num_ranks) if owner != rank))
-            for at, expert in enumerate(e for owner in owners for e in moved[owner][rank]):
-                of_expert[expert].append(rank * size + at)
-        others = [rank for rank in range(num_ranks) if rank != place]
-        sent = tuple(len(moved[place][rank]) * (rank != place) for rank in range(num_ranks))
-        received = tuple(len(moved[rank][place]) * (rank != place) for rank in range(num_ranks))
+        size = max(sum(len(moved[o][to]) for o in range(num_ranks)) for to in range(num_ranks))
+        for to in range(num_ranks):
+            owners = (to, *(owner for owner in range(num_ranks) if owner != to))
+            for at, expert in enumerate(e for owner in owners for e in moved[owner][to]):
+                of_expert[expert].append(to * size + at)
+        others = [to for to in range(num_ranks) if to != place]
+        sent = tuple(len(moved[place][to]) * (to != place) for to in range(num_ranks))
+        received = tuple(len(moved[to][place]) * (to != place) for to in range(num_ranks))
         return _Placed(
             tuple(map(tuple, of_expert)),
             size,
             tuple(expert - place * held for expert in moved[place][place]),
-            tuple(expert - place * held for rank in others for expert in moved[place][rank]),
+            tuple(expert - place * held for to in others for expert in moved[place][to]),
             Parts(lambda: (sent, received, ())),
         )
 
