@@ -186,13 +186,12 @@ def assert_agrees(found: Plan, again: Evaluation) -> None:
 @pytest.mark.parametrize(
     "forced",
     [
-        Forced(dp=2, tp=2, zero=3),
-        pytest.param(Forced(), marks=pytest.mark.slow),
-        pytest.param(Forced(tp=2, pp=2), marks=pytest.mark.slow),
-        Forced(pp=4, num_microbatches=8, schedule="gpipe"),
-        Forced(pp=2, recompute="full"),
+        pytest.param(Forced(dp=2, tp=2, zero=3), id="dp=2,tp=2,zero=3"),
+        pytest.param(Forced(), marks=pytest.mark.slow, id="free"),
+        pytest.param(Forced(tp=2, pp=2), marks=pytest.mark.slow, id="tp=2,pp=2"),
+        pytest.param(Forced(pp=4, num_microbatches=8, schedule="gpipe"), id="pp=4,gpipe"),
+        pytest.param(Forced(pp=2, recompute="full"), id="pp=2,recompute=full"),
     ],
-    ids=str,
 )
 def test_found_plans_are_priced_as_they_were_predicted(forced: Forced) -> None:
     graph, blocks = mlp(3, rows=8, width=64, inner=256)
