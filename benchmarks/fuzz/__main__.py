@@ -60,11 +60,13 @@ def summarize(result: Result) -> str:
     return " ".join(lines)[:300]
 
 
-def run_seeds(pool: Pool, seeds: Iterable[int], *, shows: bool, shrinks: bool) -> Iterable[Row]:
+def run_seeds(
+    pool: Pool, seeds: Iterable[int], *, shows: bool, shrinks: bool, is_long: bool
+) -> Iterable[Row]:
     """Yield how the trial of each seed ends; a failing one is cut down where asked."""
     for seed in seeds:
         began = time.monotonic()
-        trial = draw_trial(seed, pool.num_ranks)
+        trial = draw_trial(seed, pool.num_ranks, is_long=is_long)
         if shows:
             print(trial.model.source(), f"# {trial.plan}", sep="\n", flush=True)
         result = pool.run(trial)
@@ -115,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--show", action="store_true", help="print each model and its full result")
     parser.add_argument("--shrink", action="store_true", help="cut a failing model down")
+    parser.add_argument("--long", action="store_true", help="plans as for long sequences")
     parser.add_argument("--csv", type=Path, help="write a row for each model")
     parser.add_argument("--page", type=Path, help="run all models of make fuzz for this document")
     parser.add_argument("--minutes", type=float, default=75, help="begin no model after so long")
@@ -128,7 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         with Pool(num_ranks) as pool:
             seeds = range(asked.seed, asked.seed + count)
-            for row in run_seeds(pool, seeds, shows=asked.show, shrinks=asked.shrink):
+            options = {"shows": asked.show, "shrinks": asked.shrink, "is_long": asked.long}
+            for row in run_seeds(pool, seeds, **options):
                 rows.append(row)
                 print(row, flush=True)
                 if time.monotonic() - began > share:

@@ -1,20 +1,28 @@
 """Random plans and ways of training, from a seed.
 
 ``Plan.parallel`` is the text of the option ``parallel``, None for the planner's own choice.
+With ``--long`` plans also have what the search offers for long sequences and several hosts: modes
+of recomputation that keep attention's results or move values to host memory, ways of attention
+over split positions, and states that are sharded within groups of ranks.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.fuzz.draw import Model
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")
 
 MICROBATCHES = re.compile(r",microbatches=\d+")
-"""Batch norm takes its statistics from each micro-batch if micro-batches are asked for."""
+MEETING = ("BatchNorm", "self.rms")
+"""Parts in which samples meet: these take their statistics from each micro-batch if micro-batches
+are asked for."""
+
+LONG_MODES = ("attention", "attention-offloaded", "none-offloaded")
+WAYS = ("gather", "ring", "ulysses")
 
 TWO = ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2")
 FOUR = (
@@ -39,10 +47,13 @@ class Plan:
     optimizer: str
     max_norm: float | None
     accumulate: int
+    allow: str | None = None
+    """A way of attention that is allowed alone, over axes that split positions."""
 
     def __str__(self) -> str:
         way = "Step" if self.stepped else "loop"
-        more = [f"max_norm={self.max_norm}"] if self.max_norm else []
+        more = [f"allow={self.allow}"] if self.allow else []
+        more += [f"max_norm={self.max_norm}"] if self.max_norm else []
         more += [f"accumulate={self.accumulate}"] if self.accumulate > 1 else []
         return ", ".join((f"parallel={self.parallel!r}", way, self.dtype, self.optimizer, *more))
 
@@ -73,7 +84,7 @@ def draw_plan(seed: int | str, model: Model, num_ranks: int) -> Plan:
             parallel += f",schedule={rng.choice(SCHEDULES)}"
     else:
         parallel = None
-    if parallel is not None and "BatchNorm" in model.source():
+    if parallel is not None and any(part in model.source() for part in MEETING):
         parallel = MICROBATCHES.sub("", parallel)
     if parallel is not None and rng.random() < 0.2:
         parallel += f",recompute={rng.choice(('full', 'selective'))}"
@@ -83,3 +94,17 @@ def draw_plan(seed: int | str, model: Model, num_ranks: int) -> Plan:
     max_norm = 0.5 if rng.random() < 0.2 else None
     accumulate = 2 if rng.random() < 0.15 else 1
     return Plan(parallel, stepped, dtype, optimizer, max_norm, accumulate)
+
+
+def with_long(seed: int | str, plan: Plan) -> Plan:
+    """Return the plan with random options for long sequences; every plan with ``cp`` has a way of
+    attention. The planner's own choice stays as it is."""
+    rng, parallel = random.Random(f"long {seed}"), plan.parallel
+    if parallel is None:
+        return plan
+    if "recompute" not in parallel:
+        parallel += f",recompute={rng.choice(LONG_MODES)}"
+    if "dp=4" in parallel and "zero" in parallel:
+        parallel += ",shard=2"
+    allow = rng.choice(WAYS) if "cp=" in parallel else None
+    return replace(plan, parallel=parallel, allow=allow)

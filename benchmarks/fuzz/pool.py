@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fuzz.draw import Model, draw_model
-from benchmarks.fuzz.plans import MICROBATCHES, Plan, draw_plan
+from benchmarks.fuzz.plans import MICROBATCHES, Plan, draw_plan, with_long
 
 TRIAL_SECONDS = 90.0
 GRACE_SECONDS = 6.0
@@ -51,8 +51,9 @@ class Result:
     text: str = ""
 
 
-def draw_trial(seed: int, num_ranks: int) -> Trial:
-    """Return the trial of a seed: the first drawn model that plain PyTorch trains."""
+def draw_trial(seed: int, num_ranks: int, *, is_long: bool = False) -> Trial:
+    """Return the trial of a seed: the first drawn model that plain PyTorch trains. With ``is_long``
+    its plan has options for long sequences."""
 
     from benchmarks.fuzz.training import is_finite, train_plain
 
@@ -61,7 +62,8 @@ def draw_trial(seed: int, num_ranks: int) -> Trial:
         trial = Trial(seed, model, draw_plan(f"{seed}.{attempt}", model, num_ranks))
         try:
             if is_finite(train_plain(model, trial.plan, seed)):
-                return trial
+                plan = with_long(f"{seed}.{attempt}", trial.plan) if is_long else trial.plan
+                return replace(trial, plan=plan)
         except Exception:  # noqa: BLE001 - whatever plain PyTorch says of a drawn model
             continue
     raise ValueError(f"no model of seed {seed} can be trained")

@@ -279,6 +279,8 @@ def train_parallel(model: Model, plan: Plan, seed: int) -> Figures:
     net, criterion = _built(model, seed, dtype)
     batches = make_batches(model, seed, dtype, NUM_STEPS * plan.accumulate + 1)
     options: dict[str, Any] = {} if plan.parallel is None else {"parallel": plan.parallel}
+    if plan.allow is not None:
+        options["allow"] = plan.allow
     loss = _loss(model, criterion)
     example = batch_of(model, batches[0]) if plan.stepped else inputs_of(model, batches[0])
     net = autoparallel.parallelize(net, example_batch=example, **options)

@@ -10,7 +10,7 @@ dimension to scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -118,11 +118,12 @@ def _accumulation(graph: Graph, labels: _Labels, propagation: _Propagation) -> A
     changing = {n: ref for n, ref in graph.updates.items() if not is_steady(graph, ref)}
     means = [name for name, ref in changing.items() if labels.get(ref) == PARTIAL]
     equal = [name for name, ref in changing.items() if is_steady(graph, ref, totals)]
-    mixing += [ref.name for name, ref in changing.items() if name not in (*means, *equal)]
-    if mixing:  # micro-batches run as steps of their own, in which only a count adds up
-        counts = [name for name in means if _is_count(graph, name)]
-        mixing += [changing[name].name for name in means if name not in counts]
-        means = counts
+    if mixing or {*changing} > {*means, *equal}:
+        # Micro-batches run as steps of their own, in which only a count adds up.
+        counted, totals, equal = [], (), []
+        means = [name for name in means if _is_count(graph, name)]
+        sums = sums if means or sums_up(graph, sums) else []
+        mixing += [ref.name for name, ref in changing.items() if name not in means]
     of_all = tuple(name for name in changing if name in (*means, *equal))
     return Accumulation(tuple(sums), tuple(counted), totals, tuple(dict.fromkeys(mixing)), of_all)
 
@@ -133,6 +134,24 @@ def _is_count(graph: Graph, name: str) -> bool:
     update = graph[graph.updates[name].name]
     users = graph.users[name]
     return packet(update.op) == "add" and users == (update.name,) and update.args[0] == Ref(name)
+
+
+def sums_up(graph: Graph, sums: Collection[str]) -> bool:
+    """Return whether the loss, or a part of it, has a sum over samples, one of the nodes ``sums``,
+    that is not divided by another one, such as the number of targets."""
+    pending, seen = [graph.loss], set[Ref]()
+    while pending:
+        ref = pending.pop()
+        if ref in seen:
+            continue
+        seen.add(ref)
+        if ref.name in sums:
+            return True
+        node = graph[ref.name]
+        divisors = node.inputs[1:] if packet(node.op) == "div" else ()
+        if not any(each.name in sums for by in divisors for each in _sources(graph, by)):
+            pending.extend(node.inputs)
+    return False
 
 
 def is_mean(node: Node) -> bool:

@@ -39,6 +39,8 @@ from torch.utils._pytree import tree_map_only
 from ...cost_model.simulator.actions import Weights
 from ...passes.ops.random_ops import step_key
 from ...passes.tracing.counter_random import counter_random
+from ...planner.dims.batch import meeting, meeting_text, sums_up
+from ...planner.errors import UsageError
 from ..data.rank_batch import microbatch_rows
 from ..data.variants import Variant
 from ..update.optimizer import BuildOptimizer, build_with
@@ -109,12 +111,22 @@ def run_reference(
 def reference_split(planned: Variant, batch: Batch) -> tuple[Batch, ...]:
     """Divide a global batch into the parts that one device must run separately to match a plan.
     Parts are the rows of each update (all rows, unless the schedule is asynchronous), or the
-    micro-batches if rows depend on each other."""
+    micro-batches if rows depend on each other. Raises UsageError AP949 if the loss of such rows is
+    a sum: a plan adds up those of the micro-batches, of which one device computes the mean."""
     graph, count = planned.program.graph, planned.plan.num_microbatches
-    if not graph.accumulation.mixing:
+    met = meeting(graph) if graph.accumulation.mixing else None
+    if met is None:
         count //= planned.schedule.per_update
     if count == 1:
         return (batch,)
+    if met is not None and sums_up(graph, graph.accumulation.sums):
+        raise UsageError(
+            "AP949",
+            f"a step of {count} micro-batches cannot be compared with the model alone",
+            why=f"{meeting_text(met)}, and the loss sums over samples: the plan adds up the sums "
+            "of the micro-batches, each of which is computed for itself",
+            fix="microbatches=1, or a loss that is a mean over samples",
+        )
     graph = graph.with_batch_size(planned.plan.model.global_batch // count)
     return tuple(
         {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +204,54 @@ def _of_tied() -> tuple[float, float]:
 def test_a_tied_weight_of_another_stage_is_compared_under_each_of_its_names() -> None:
     for found, expected in run_processes(2, _of_tied):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "ignored labels": F.cross_entropy,
+    "masked mean": lambda out, y: (
+        (out.square().sum(1) * (y > 2)).sum() / (y > 2).sum().clamp(min=3)
+    ),
+    "sum": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
+}
+
+
+class Meeting(nn.Module):
+    """A model whose samples meet in batch norm."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.norm, self.b = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.loss = loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return LOSSES[self.loss](self.b(self.norm(self.a(x))), y)
+
+
+def _accumulated(loss: str) -> tuple[float, float, str]:
+    """The loss of a step of two micro-batches, the sum of the losses of two halves alone, and what
+    is said."""
+    set_torchrun_variables()
+    batch = (*_batch(), torch.tensor([-100, 1, 2, 3, 0, 2, -100, -100]))
+    model = adopting("dp=2,microbatches=2")(Meeting(loss), batch, check_first_step=True)
+    step = autoparallel.Step(
+        model,
+        build_optimizer=lambda named_parameters: torch.optim.SGD([p for _, p in named_parameters]),
+    )
+    alone = Meeting(loss)
+    halves = [alone(*(tensor[half] for tensor in batch)) for half in (slice(4), slice(4, 8))]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return float(step(batch)), float(sum(halves)), said.getvalue()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_where_samples_meet_each_micro_batch_divides_by_its_own_targets(loss: str) -> None:
+    """As when gradients are accumulated: a mean is the mean of the means, a sum is the sum, whose
+    parts the model alone cannot be compared with."""
+    results = run_processes(2, _accumulated, loss)
+    for found, expected, _ in results:
+        assert found == pytest.approx(expected / (1 if loss == "sum" else 2), rel=1e-5)
+    assert ("AP949" in results[0][2]) == (loss == "sum")
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (4, 0)])
