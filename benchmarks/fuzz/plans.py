@@ -17,9 +17,7 @@ from benchmarks.fuzz.draw import Model
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")
 
 MICROBATCHES = re.compile(r",microbatches=\d+")
-MEETING = ("BatchNorm", "self.rms")
-"""Parts in which samples meet: these take their statistics from each micro-batch if micro-batches
-are asked for."""
+"""Batch norm takes its statistics from each micro-batch if micro-batches are asked for."""
 
 LONG_MODES = ("attention", "attention-offloaded", "none-offloaded")
 WAYS = ("gather", "ring", "ulysses")
@@ -84,7 +82,7 @@ def draw_plan(seed: int | str, model: Model, num_ranks: int) -> Plan:
             parallel += f",schedule={rng.choice(SCHEDULES)}"
     else:
         parallel = None
-    if parallel is not None and any(part in model.source() for part in MEETING):
+    if parallel is not None and "BatchNorm" in model.source():
         parallel = MICROBATCHES.sub("", parallel)
     if parallel is not None and rng.random() < 0.2:
         parallel += f",recompute={rng.choice(('full', 'selective'))}"

@@ -10,11 +10,16 @@ import linecache
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import autoparallel
+from autoparallel.passes.programs.program import Program
+from autoparallel.planner.dims.batch import meeting, meeting_text
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan as ProductPlan
 from benchmarks.fuzz.draw import TARGETS, Model
 from benchmarks.fuzz.plans import Plan
 
@@ -49,6 +54,14 @@ class Figures:
 def whole(tensor: Any) -> Tensor:
     """Return a tensor of a model, gathered from the ranks if it is sharded."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def refuse_if_rows_are_apart(program: Program, plan: ProductPlan, rank: int) -> None:
+    """Raise UsageError AP125 where samples meet and a plan has several micro-batches, which are
+    then computed for themselves; the product only says so."""
+    node = meeting(program.graph)
+    if node and plan.num_microbatches > 1:
+        raise UsageError("AP125", meeting_text(node), why="micro-batches", fix="microbatches=1")
 
 
 def load(source: str) -> dict[str, Any]:
@@ -273,6 +286,7 @@ def train_plain(model: Model, plan: Plan, seed: int, *, is_exact: bool = False) 
     return figures
 
 
+@patch("autoparallel.adoption.join.say_if_rows_are_apart", refuse_if_rows_are_apart)
 def train_parallel(model: Model, plan: Plan, seed: int) -> Figures:
     """Return the figures of a plan; every rank of the group calls this."""
     dtype = getattr(torch, plan.dtype)
