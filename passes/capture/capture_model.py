@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ...cost_model.ops.memory import NF4_GROUP
-from ...planner.dims.batch import find_batch
+from ...planner.dims.batch import find_batch, of_one_row
 from ...planner.errors import CaptureError, UsageError
 from ...planner.graph.graph import Graph, OpRule, Ref
 from ..graph_passes.autocast import Autocast
@@ -182,6 +182,8 @@ def _lowered(model: nn.Module, batch: Example, way: _Options) -> tuple[Exported,
 def _with_batch(graph: Graph) -> Graph:
     """Return the graph with the batch dimension of each tensor, and the rule by which micro-batches
     accumulate; unchanged if these cannot be determined."""
+    if graph.batch_size == 1:
+        return replace(graph, accumulation=of_one_row(graph))
     found = find_batch(graph)
     if found is None:
         return graph

@@ -63,6 +63,19 @@ def find_batch(
     return dims, _accumulation(graph, labels, propagation)
 
 
+def of_one_row(graph: Graph) -> Accumulation:
+    """Return the rules of a graph with one row, which is one micro-batch: a class loss divides by
+    its own targets."""
+    counted = tuple(
+        node.name
+        for node in graph
+        if node.kind == "op"
+        and (has_classes(node) and _has_classes(graph, node) and is_mean(node))
+        and all(is_data(graph, ref) for ref in node.inputs[1:])
+    )
+    return Accumulation(counted=counted)
+
+
 def meeting(graph: Graph) -> Node | None:
     """Return the first node in which rows meet; None if there is none, or the graph has one row."""
     if graph.batch_dims or graph.batch_size < 2:

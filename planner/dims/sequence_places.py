@@ -139,13 +139,15 @@ def _entry(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> tuple[int, S
         return None
     for index, ref in enumerate(node.inputs):
         batch = graph.batch_dims.get(ref.name)
+        sizes = graph.spec(ref).shape
         own = dims.get(ref, frozenset()) - {batch[ref.index] if batch else None}
+        own = {dim for dim in own if sizes[dim] > 1} or own  # one row is a whole batch
         if not own:
             continue
         if len(own) > 1:
             raise _mixes(node, "which of its dimensions counts positions is not known")
         (dim,) = own
-        size = graph.spec(ref).shape[dim]
+        size = sizes[dim]
         if found.length not in (0, size):
             raise _mixes(node, f"it has {size} positions, others {found.length}")
         found.length = size

@@ -66,11 +66,11 @@ def shifted_as_hugging_face(scores: Tensor, labels: Tensor) -> Tensor:
 EXACT = (mean, other_index, transposed, summed, shifted, shifted_as_hugging_face)
 
 
-def captured(model: Callable[[], nn.Module]) -> Program:
+def captured(model: Callable[[], nn.Module], rows: int = ROWS) -> Program:
     with torch.device("meta"):
         made = model()
     batch = {
-        name: torch.empty(ROWS, SEQ, dtype=torch.int64, device="meta")
+        name: torch.empty(rows, SEQ, dtype=torch.int64, device="meta")
         for name in ("words", "labels")
     }
     return capture(made, batch, dtype="float64")
@@ -80,15 +80,17 @@ def captured(model: Callable[[], nn.Module]) -> Program:
     "length", [5, *(pytest.param(length, marks=pytest.mark.slow) for length in (1, SEQ - 1))]
 )
 @pytest.mark.parametrize("loss", EXACT)
-def test_a_padded_batch_has_the_loss_and_gradients_of_the_shorter_one(loss, length) -> None:
-    program = captured(lambda: Net(loss))
+@pytest.mark.parametrize("rows", [ROWS, 1])
+def test_a_padded_batch_has_the_loss_and_gradients_of_the_shorter_one(rows, loss, length) -> None:
+    """A batch of one row has no rows that could be divided."""
+    program = captured(lambda: Net(loss), rows)
     torch.manual_seed(0)
     model = Net(loss).double()
-    batch = {name: torch.randint(0, WORDS, (ROWS, length)) for name in ("words", "labels")}
+    batch = {name: torch.randint(0, WORDS, (rows, length)) for name in ("words", "labels")}
     if length == 1 and loss in (shifted, shifted_as_hugging_face):
         return  # no word has a next one
     whole = SequencePadding(program.graph)(batch)
-    assert {tensor.shape for tensor in whole.values()} == {(ROWS, SEQ)}
+    assert {tensor.shape for tensor in whole.values()} == {(rows, SEQ)}
     model(**batch).backward()
     weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     names = [node.name for node in program.graph if node.kind == "constant"]
