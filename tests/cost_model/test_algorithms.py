@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from collective_tables import busiest_bytes, bytes_in_rounds, chain, rounds, wrong_parts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.cluster.cluster import Link
 from autoparallel.cost_model.collectives.algorithms import ALGORITHMS, find_table, two_trees
 from autoparallel.cost_model.collectives.collectives import Group, algorithm_seconds
-from autoparallel.cost_model.collectives.tables import (
-    CollectiveKind,
-    Levels,
-    Message,
-    Table,
-    busiest_bytes,
-    bytes_in_rounds,
-    chain,
-    rounds,
-    wrong_parts,
-)
+from autoparallel.cost_model.collectives.tables import CollectiveKind, Levels, Message, Table
 
 HOSTS = [(n,) for n in range(2, 17)] + [
     (places,) * hosts for hosts in (2, 3, 4) for places in (1, 2, 3, 4) if places * hosts <= 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from collective_tables import busiest_bytes
 
 from autoparallel.cost_model.cluster.cluster import Link
 from autoparallel.cost_model.collectives.all_reduce import (
@@ -14,7 +15,6 @@ from autoparallel.cost_model.collectives.all_reduce import (
     table_for,
 )
 from autoparallel.cost_model.collectives.collectives import Group, algorithm_seconds
-from autoparallel.cost_model.collectives.tables import busiest_bytes
 
 ALPHA, RATE = 2e-3, 1e8
 FAST = Link("switch", ALPHA, RATE)

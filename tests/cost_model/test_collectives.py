@@ -1,6 +1,7 @@
 """Collective times against values derived by hand from the formulas' papers."""
 
 import pytest
+from collective_tables import wrong_parts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from autoparallel.cost_model.collectives.collectives import (
     group_of,
     p2p_seconds,
 )
-from autoparallel.cost_model.collectives.tables import wrong_parts
 
 KINDS: tuple[CollectiveKind, ...] = (
     "all_reduce",

@@ -8,12 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_processes
-
-from autoparallel.cost_model.collectives.algorithms import ALGORITHMS, find_table
-from autoparallel.cost_model.collectives.tables import (
-    Levels,
-    Table,
+from collective_tables import (
     busiest_bytes,
     bytes_in_rounds,
     final_parts,
@@ -21,6 +16,10 @@ from autoparallel.cost_model.collectives.tables import (
     sent_bytes,
     starting_parts,
 )
+from processes import run_processes
+
+from autoparallel.cost_model.collectives.algorithms import ALGORITHMS, find_table
+from autoparallel.cost_model.collectives.tables import Levels, Table
 from autoparallel.runtime.messages.all_reduces import TableMessages
 
 LENGTH = 2**8 * 3**3  # divisible by every number of parts used here
