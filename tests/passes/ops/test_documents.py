@@ -1,0 +1,97 @@
+"""Attention within packed documents equals attention under the mask that it stands for."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from autoparallel.passes.ops import documents
+from autoparallel.passes.ops.documents import bounds_of, document_attention
+from autoparallel.passes.ops.lower_right import attend_upto
+
+SORTED = [[0] * 5 + [1] * 1 + [2] * 14, [7] * 20]
+SINGLE = [list(range(20)), [3] * 19 + [4]]
+AGAIN = [[0] * 5 + [1] * 3 + [0] * 12, [2] * 20]
+IDS = {"sorted": SORTED, "single": SINGLE, "again": AGAIN, "shared": SORTED[:1]}
+
+
+def inputs(rows: int, length: int, held: int, size: int = 8) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    shapes = [(2, 4, rows, 8), (2, held, length, 8), (2, held, length, size)]
+    return tuple(torch.randn(each, dtype=torch.float64, requires_grad=True) for each in shapes)
+
+
+def mask_of(ids: Tensor, first: int, end: int, window: int) -> Tensor:
+    back = torch.arange(first, end)[:, None] - torch.arange(ids.shape[-1])
+    seen = (back >= 0) & (back < window if window else back >= 0)
+    return (ids[:, None, first:end, None] == ids[:, None, None]) & seen
+
+
+def check(found: Tensor, wanted: Tensor, given: tuple[Tensor, ...]) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for weight in (torch.ones_like(wanted), torch.randn_like(wanted)):
+        for own, other in zip(
+            torch.autograd.grad((found * weight).sum(), given, retain_graph=True),
+            torch.autograd.grad((wanted * weight).sum(), given, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", IDS)
+@pytest.mark.parametrize(("first", "end"), [(0, 20), (10, 15), (15, 20), (3, 4), (0, 10)])
+@pytest.mark.parametrize("window", [0, 3, 16])
+@pytest.mark.parametrize(("held", "size"), [(4, 8), (2, 8), (2, 4)])
+def test_it_equals_attention_under_a_mask(
+    kind: str, first: int, end: int, window: int, held: int, size: int
+) -> None:
+    given, ids = inputs(end - first, 20, held, size), torch.tensor(IDS[kind])
+    seen = mask_of(ids, first, end, window)
+    wanted = functional.scaled_dot_product_attention(*given, seen, enable_gqa=True, scale=0.3)
+    found = attend_upto(end, *given, documents=ids[:, None, None], window=window, scale=0.3)
+    check(found, wanted, given)
+
+
+def test_masks_of_chunks_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "CHUNK", 3)
+    given, ids = inputs(11, 20, 2), torch.tensor(AGAIN)
+    for window in (0, 6):
+        wanted = functional.scaled_dot_product_attention(
+            *given, mask_of(ids, 9, 20, window), enable_gqa=True
+        )
+        check(document_attention(*given, ids, end=20, window=window), wanted, given)
+
+
+def test_the_op_takes_no_mask_and_no_dropout() -> None:
+    given, ids = inputs(20, 20, 4), torch.tensor(SORTED)[:, None, None]
+    op = torch.ops.autoparallel.scaled_dot_product_attention
+    wanted = functional.scaled_dot_product_attention(*given, mask_of(ids[:, 0, 0], 0, 20, 0))
+    check(op(*given, is_causal=True, documents=ids), wanted, given)
+    with pytest.raises(ValueError, match="without a mask"):
+        op(*given, None, 0.1, True, documents=ids)
+
+
+def test_products_grow_with_the_squares_of_documents() -> None:
+    """Kernels compute documents of 64 and 192 positions; counted as squares, halved by causality
+    or not."""
+    given = [each.detach() for each in inputs(256, 256, 4)]
+    ids = torch.tensor([[0] * 64 + [1] * 192])
+    with FlopCounterMode(display=False) as counted:
+        document_attention(*given, ids, end=256)
+    assert counted.get_total_flops() in (0, 2 * 4 * 2 * 2 * 8 * (64**2 + 192**2))
+
+
+def test_bounds_are_read_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.tensor(SORTED)
+    reads = []
+    read = documents._read
+    monkeypatch.setattr(documents, "_read", lambda rows: reads.append(1) or read(rows))
+    assert bounds_of(ids) == bounds_of(ids) == documents.Bounds(((0, 5, 6, 20), (0, 20)), False)
+    ids[1, 0] = 6
+    assert bounds_of(ids).rows == ((0, 5, 6, 20), (0, 1, 20))
+    assert len(reads) == 2
