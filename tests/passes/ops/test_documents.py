@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-
 import pytest
 import torch
 from torch import Tensor
