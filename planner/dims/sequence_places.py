@@ -20,7 +20,7 @@ from ..graph.graph import Graph, Node, Ref
 from ..graph.layout import AxisStrategy, shard
 from ..graph.positions import Dims, position_dims
 from ..ops import axis_strategies
-from ..ops.attention import is_attention, window_of
+from ..ops.attention import is_attention, is_packed, window_of
 from ..ops.case import argument
 from ..ops.catalog import has_classes, spec_of
 
@@ -61,13 +61,15 @@ class SeqDim:
 class SeqDims:
     """Sequence positions in the values of a graph; sequences have ``length`` positions.
 
-    ``places``: values that are computed slice by slice. ``cut``: inputs, by node and argument
+    ``in_slices``: whether a rank computes slices, and not only fewer positions. ``places``: values
+    that are computed slice by slice. ``cut``: inputs, by node and argument
     position, that are computed whole and cut to the slice. ``sums``: ops whose results add up over
     slices; ``means``: of these, the ops that divide by their rows. ``attention``: fused causal
     attention ops. ``written``: attentions of several ops, by each of their nodes.
     """
 
     length: int = 0
+    in_slices: bool = True
     places: dict[Ref, SeqDim] = field(default_factory=dict)
     cut: dict[tuple[str, int], SeqDim] = field(default_factory=dict)
     sums: set[str] = field(default_factory=set)
@@ -76,10 +78,11 @@ class SeqDims:
     written: dict[str, WrittenAttention] = field(default_factory=dict)
 
 
-def find_places(graph: Graph) -> SeqDims:
+def find_places(graph: Graph, *, in_slices: bool = True) -> SeqDims:
     """Find the sequence positions in all values of a graph. Raises PlanError AP548 if computing the
-    sequence in slices would change the result."""
-    found = SeqDims()
+    sequence in slices would change the result. Without ``in_slices`` it is only cut off at the end,
+    which attention allows with windows and packed documents, too."""
+    found = SeqDims(in_slices=in_slices)
     if graph.updates:
         raise _mixes(graph[next(iter(graph.updates.values())).name], "it changes a buffer")
     for each in find_written(graph):
@@ -170,8 +173,8 @@ def _follow_attention(found: SeqDims, node: Node, places: Mapping[int, SeqDim]) 
         node, 5, "is_causal", False
     ):
         raise _mixes(node, "its attention is not causal: positions see later ones")
-    if window_of(node):
-        raise _mixes(node, "its attention has a window")
+    if found.in_slices and (window_of(node) or is_packed(node)):
+        raise _mixes(node, "its attention has a window or packed documents")
     if argument(node, 4, "dropout_p", 0.0):
         raise _mixes(node, "its random numbers are not counted")
     dim = len(node.spec.shape) - 2

@@ -92,15 +92,53 @@ def is_packed(node: Node) -> bool:
 
 
 def unpacked(node: Node, inputs: Specs) -> tuple[Node, Specs]:
-    """Return a node and its inputs; for attention within packed documents, whose lengths are not
-    known, attention of whole sequences. It has a window only if that is at most half of them."""
+    """Return a node and its inputs; for attention within packed documents, attention of whole
+    sequences, or of the mean length of a document if it is known. It has a window only if that is
+    at most half of them."""
     if not is_packed(node):
         return node, inputs[: len(node.inputs)]
+    node, inputs = _in_documents(node, inputs[:3])
     is_narrow = 0 < 2 * window_of(node) <= inputs[1].shape[-2]
     left_out = ("documents",) if is_narrow else ("documents", "window")
     kwargs = {name: value for name, value in node.kwargs.items() if name not in left_out}
     op = node.op if is_narrow else f"aten.{ATTENTION.name}.default"
-    return replace(node, op=op, kwargs=kwargs), inputs[:3]
+    return replace(node, op=op, kwargs=kwargs), inputs
+
+
+def with_document_length(node: Node, length: int) -> Node:
+    """Return an attention within packed documents that is priced as if all had ``length``
+    positions."""
+    return replace(node, kwargs={**node.kwargs, _LENGTH: length})
+
+
+def has_document_length(node: Node) -> bool:
+    """Return whether the mean length of the documents of an attention is known."""
+    return _LENGTH in node.kwargs
+
+
+_LENGTH = "document_length"
+
+
+def _in_documents(node: Node, inputs: Specs) -> tuple[Node, Specs]:
+    """Return attention in which each document is a row of a batch, if their length is known. A rank
+    with a part of a document has its last queries."""
+    length = int(node.kwargs.get(_LENGTH, 0))
+    if not length:
+        return node, inputs
+    query, key = (spec.shape for spec in inputs[:2])
+    number = max(1, query[-2] // length)
+    rows = query[-2] // number
+    columns = min(key[-2], max(rows, length))
+
+    def cut(spec: TensorSpec, positions: int) -> TensorSpec:
+        return replace(
+            spec, shape=(spec.shape[0] * number, *spec.shape[1:-2], positions, spec.shape[-1])
+        )
+
+    kwargs = {name: value for name, value in node.kwargs.items() if name != _LENGTH}
+    outputs = tuple(cut(spec, columns) for spec in node.outputs)
+    made = replace(node, kwargs=kwargs, outputs=outputs)
+    return made, tuple(map(cut, inputs, (rows, columns, columns)))
 
 
 def _keys_seen(node: Node, inputs: Specs) -> int:
