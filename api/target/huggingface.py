@@ -45,7 +45,7 @@ def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
     config = _config(transformers, text)
     fields = dict(settings)
     adapters = parse_lora(fields.pop("lora")) if "lora" in fields else None
-    is_packed = fields.pop(PACKED, False) is True
+    is_packed = fields.pop(PACKED, False)
     _apply_settings(config, fields, text)
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -57,13 +57,7 @@ def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
             where=text,
             fix="write a model file with build_model, example_batch and loss_fn around it",
         )
-    if is_packed and POSITIONS not in inspect.signature(model_class.forward).parameters:
-        raise UsageError(
-            "AP105",
-            f"{model_class.__name__} cannot be packed: its forward takes no {POSITIONS}",
-            where=text,
-            fix=f"leave the setting {PACKED} out",
-        )
+    _check_packed(is_packed, model_class, text)
     return Target(
         name=text,
         build_model=lambda: _build(model_class, config, adapters),
@@ -190,6 +184,25 @@ def _build(model_class: Any, config: Any, adapters: Lora | None) -> nn.Module:
     if joins_towers(model_class):
         model.forward = functools.partial(model.forward, return_loss=True)
     return model
+
+
+def _check_packed(value: Any, model_class: Any, text: str) -> None:
+    """Raise UsageError AP105 if ``value`` of the setting is not a bool, or the class takes no
+    positions."""
+    if not isinstance(value, bool):
+        raise UsageError(
+            "AP105",
+            f"the setting {PACKED} is {value!r}, not True or False",
+            where=text,
+            fix=f"--set {PACKED}=True",
+        )
+    if value and POSITIONS not in inspect.signature(model_class.forward).parameters:
+        raise UsageError(
+            "AP105",
+            f"{model_class.__name__} cannot be packed: its forward takes no {POSITIONS}",
+            where=text,
+            fix=f"leave the setting {PACKED} out",
+        )
 
 
 def _example(
