@@ -21,8 +21,9 @@ from ..graph.layout import AxisStrategy, shard
 from ..graph.positions import Dims, position_dims
 from ..ops import axis_strategies
 from ..ops.attention import is_attention, is_packed, window_of
-from ..ops.case import argument
-from ..ops.catalog import has_classes, spec_of
+from ..ops.case import argument, packet
+from ..ops.catalog import has_classes, is_pointwise, spec_of
+from ..ops.spec import Form
 
 _NONE, MEAN = 0, 1
 
@@ -117,7 +118,7 @@ def _follow(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> None:
     elif spec.is_counted:
         _follow_counted(found, graph, node, places)
     elif is_attention(node):
-        _follow_attention(found, node, places)
+        _follow_attention(found, graph, node, places)
     elif spec.form == "reshape" and len(refs) == 1:
         found.places[Ref(node.name)] = _viewed(graph, node, places[0])
     elif packet == "aten.cat" and _is_alone(graph, node, places):
@@ -168,13 +169,17 @@ def _follow_sum(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, S
     raise _mixes(node, "it is not linear in a sum over positions")
 
 
-def _follow_attention(found: SeqDims, node: Node, places: Mapping[int, SeqDim]) -> None:
+def _follow_attention(
+    found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]
+) -> None:
     if argument(node, 3, "attn_mask", None) is not None or not argument(
         node, 5, "is_causal", False
     ):
         raise _mixes(node, "its attention is not causal: positions see later ones")
     if found.in_slices and (window_of(node) or is_packed(node)):
         raise _mixes(node, "its attention has a window or packed documents")
+    if is_packed(node) and not _looks_back(graph, node.inputs[3], found.length):
+        raise _mixes(node, "its documents may depend on later positions")
     if argument(node, 4, "dropout_p", 0.0):
         raise _mixes(node, "its random numbers are not counted")
     dim = len(node.spec.shape) - 2
@@ -183,6 +188,29 @@ def _follow_attention(found: SeqDims, node: Node, places: Mapping[int, SeqDim]) 
         raise _mixes(node, "its queries, keys and values are not along the same positions")
     found.attention.append(node.name)
     found.places[Ref(node.name)] = whole
+
+
+def _looks_back(graph: Graph, ref: Ref, length: int) -> bool:
+    """Return whether integers along ``length`` positions, the last dimension, are known to depend
+    on no later position of the inputs: they are the inputs, or computed entry by entry, or as
+    running sums or differences."""
+    node, shape = graph[ref.name], graph.spec(ref).shape
+    if node.kind != "op":
+        return True
+    name, spec = packet(node.op), spec_of(node)
+    if name == "slice":  # of the first positions
+        is_known = argument(node, 2, "start", None) in (None, 0)
+    elif name == "cumsum" or name == "diff":
+        dim = argument(node, 1 + (name == "diff"), "dim", -1) % len(shape)
+        is_known = dim == len(shape) - 1 and shape[dim] == length
+        is_known = is_known and graph.spec(node.inputs[0]).shape == shape
+        is_known = is_known and argument(node, 4, "append") is None
+    else:
+        is_known = is_pointwise(name) or spec.form in _IN_ORDER
+    return is_known and all(_looks_back(graph, each, length) for each in node.inputs)
+
+
+_IN_ORDER: tuple[Form, ...] = ("reshape", "expand", "same")
 
 
 def _follow_written(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
