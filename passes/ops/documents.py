@@ -4,12 +4,13 @@ In: queries (N, H, L, D), keys (N, G, S, D) and values (N, G, S, E) as in ``atte
 ids of documents (N or 1, ..., S): a position sees the positions up to its own that have its id. The
 queries are the last L of the first ``end`` positions. Out: results (N, H, L, E).
 
-The documents are attended one after another, so that time grows with the sum of the squares of
-their lengths, and no mask is written. Of a document that begins before the queries, these attend
-to the keys before them and to those at their own positions, and both results are merged. On a GPU
-in 16 bits FlashAttention takes all documents at once, by cumulative lengths; its causal mask is
-aligned to the last query and the last key of each document (Dao 2023, FlashAttention-2, version
-2.1). The host reads the bounds of documents once from a tensor of ids.
+Documents are attended one after another, those of equal length that follow each other at once: time
+grows with the sum of the squares of their lengths, and no mask is written. Of a document that
+begins before the queries, these attend to the keys before them and to those at their own positions,
+and both results are merged. On a GPU in 16 bits FlashAttention takes all documents at once, by
+cumulative lengths; its causal mask is aligned to the last query and the last key of each document
+(Dao 2023, FlashAttention-2, version 2.1). The host reads the bounds of documents once from a tensor
+of ids.
 
 If an id comes again after another one, or if documents are longer than a window, masks of chunks
 of queries, or ``windowed_attention`` of each document, are used instead.
@@ -19,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ def _read(rows: Tensor) -> Bounds:
     for row in rows:
         inner = (row[1:] != row[:-1]).nonzero().flatten() + 1
         ids = torch.cat([row[:1], row[inner]])
-        is_repeated |= len(ids.unique()) < len(ids)
+        is_repeated |= len(set(ids.tolist())) < len(ids)
         found.append((0, *inner.tolist(), length))
     return Bounds(tuple(found), is_repeated)
 
@@ -110,6 +111,23 @@ def document_attention(
     return result
 
 
+class Part(NamedTuple):
+    """Queries ``own`` of ``number`` documents of a row, in each as many, the keys before them, and
+    the keys at their positions. Only a single document has keys before its queries."""
+
+    row: int
+    number: int
+    own: slice
+    before: slice
+    along: slice
+
+    def of(self, rows: Tensor, at: slice) -> Tensor:
+        """Return a view of the positions ``at`` of ``rows`` (N, H, L, ...), as (number, H, length
+        of a document, ...)."""
+        shape = (rows.shape[1], self.number, -1, *rows.shape[3:])
+        return rows[self.row, :, at].view(shape).transpose(0, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Attention with ``scale`` within documents, of the last queries up to position ``end`` - 1."""
@@ -118,16 +136,20 @@ class Packed:
     end: int
     scale: float | None
 
-    def parts(self, length: int) -> Iterator[tuple[slice, slice, slice, slice]]:
-        """Yield, of each document with some of the ``length`` queries, its row, these queries, the
-        keys before them, and the keys at their positions."""
+    def parts(self, length: int) -> Iterator[Part]:
+        """Yield the documents with some of the ``length`` queries."""
         first = self.end - length
-        for number, row in enumerate(self.bounds.rows):
-            for start, stop in pairwise(row):
-                low, high = max(start, first), min(stop, self.end)
-                if low < high:
-                    own = slice(low - first, high - first)
-                    yield slice(number, number + 1), own, slice(start, low), slice(low, high)
+        for row, bounds in enumerate(self.bounds.rows):
+            seen = [
+                (start, max(start, first), min(stop, self.end))
+                for start, stop in pairwise(bounds)
+                if start < self.end and stop > first
+            ]
+            for _, same in groupby(seen, lambda each: (each[0] < each[1], each[2] - each[1])):
+                own = list(same)
+                start, low, high = *own[0][:2], own[-1][2]
+                queries = slice(low - first, high - first)
+                yield Part(row, len(own), queries, slice(start, low), slice(low, high))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
         """Return the results of the queries, in their dtype, and their statistics."""
@@ -136,17 +158,17 @@ class Packed:
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         whole = Attended(out, query.new_empty(query.shape[:-1], dtype=wide))
-        for row, own, before, along in self.parts(query.shape[-2]):
-            rows = query[row, :, own]
-            found = attend(
-                rows, key[row, :, along], value[row, :, along], is_causal=True, scale=self.scale
-            )
-            if before.start < before.stop:
-                given = key[row, :, before], value[row, :, before]
+        for part in self.parts(query.shape[-2]):
+            rows = part.of(query, part.own)
+            given = part.of(key, part.along), part.of(value, part.along)
+            found = attend(rows, *given, is_causal=True, scale=self.scale)
+            if part.before.start < part.before.stop:
+                given = part.of(key, part.before), part.of(value, part.before)
                 earlier = attend(rows, *given, is_causal=False, scale=self.scale)
                 found = Attended(found.out.to(wide), found.statistic)
                 merge(found, earlier, 0)
-            whole.out[row, :, own], whole.statistic[row, :, own] = found
+            for into, each in zip(whole, found, strict=True):
+                part.of(into, part.own).copy_(each)
         return whole
 
     def backward(
@@ -157,28 +179,29 @@ class Packed:
             return self._backward_at_once(gradient, inputs, whole)
         query, key, value = inputs
         sums = tuple(map(torch.zeros_like, inputs))
-        for row, own, before, along in self.parts(query.shape[-2]):
-            of_rows = Attended(whole.out[row, :, own], whole.statistic[row, :, own])
-            for keys, is_causal in ((along, True), (before, False)):
+        for part in self.parts(query.shape[-2]):
+            own = part.own
+            of_rows = Attended(part.of(whole.out, own), part.of(whole.statistic, own))
+            for keys, is_causal in ((part.along, True), (part.before, False)):
                 if keys.start == keys.stop:
                     continue
-                given = query[row, :, own], key[row, :, keys], value[row, :, keys]
+                given = part.of(query, own), part.of(key, keys), part.of(value, keys)
                 found = attend_backward(
-                    gradient[row, :, own], given, of_rows, is_causal=is_causal, scale=self.scale
+                    part.of(gradient, own), given, of_rows, is_causal=is_causal, scale=self.scale
                 )
-                for into, part, at in zip(sums, found, (own, keys, keys), strict=True):
-                    into[row, :, at] += part
+                for into, each, at in zip(sums, found, (own, keys, keys), strict=True):
+                    part.of(into, at).add_(each)
         return sums  # type: ignore[return-value]
 
     def windowed(self, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Return results under a window that is shorter than some document."""
-        options = {"window": window, "scale": self.scale, "enable_gqa": True}
         found: dict[int, list[Tensor]] = {}
-        for row, own, before, along in self.parts(query.shape[-2]):
-            keys = slice(before.start, along.stop)
-            given = query[row, :, own], key[row, :, keys], value[row, :, keys]
-            found.setdefault(row.start, []).append(windowed_attention(*given, **options))
-        return torch.cat([torch.cat(each, -2) for each in found.values()])
+        for part in self.parts(query.shape[-2]):
+            keys = slice(part.before.start, part.along.stop)
+            given = part.of(query, part.own), part.of(key, keys), part.of(value, keys)
+            out = windowed_attention(*given, window=window, scale=self.scale, enable_gqa=True)
+            found.setdefault(part.row, []).append(out.transpose(0, 1).flatten(1, 2))
+        return torch.stack([torch.cat(each, 1) for each in found.values()])
 
     def _attend_at_once(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
         given = (query, key[..., : self.end, :], value[..., : self.end, :])

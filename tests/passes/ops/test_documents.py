@@ -14,8 +14,9 @@ from autoparallel.passes.ops.lower_right import attend_upto
 
 SORTED = [[0] * 5 + [1] * 1 + [2] * 14, [7] * 20]
 SINGLE = [list(range(20)), [3] * 19 + [4]]
+EQUAL = [[0] * 4 + [1] * 4 + [2] * 4 + [3] * 8, [n // 5 for n in range(20)]]
 AGAIN = [[0] * 5 + [1] * 3 + [0] * 12, [2] * 20]
-IDS = {"sorted": SORTED, "single": SINGLE, "again": AGAIN, "shared": SORTED[:1]}
+IDS = {"sorted": SORTED, "single": SINGLE, "equal": EQUAL, "again": AGAIN, "shared": SORTED[:1]}
 
 
 def inputs(rows: int, length: int, held: int, size: int = 8) -> tuple[Tensor, ...]:
@@ -42,8 +43,8 @@ def check(found: Tensor, wanted: Tensor, given: tuple[Tensor, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", IDS)
-@pytest.mark.parametrize(("first", "end"), [(0, 20), (10, 15), (15, 20), (3, 4), (0, 10)])
-@pytest.mark.parametrize("window", [0, 3, 16])
+@pytest.mark.parametrize(("first", "end"), [(0, 20), (10, 15), (3, 4)])
+@pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize(("held", "size"), [(4, 8), (2, 8), (2, 4)])
 def test_it_equals_attention_under_a_mask(
     kind: str, first: int, end: int, window: int, held: int, size: int
