@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from autoparallel.passes.backward.recomputing import Recomputing
 from autoparallel.passes.ops import documents
 from autoparallel.passes.ops.documents import bounds_of, document_attention
 from autoparallel.passes.ops.lower_right import attend_upto
+from autoparallel.planner.plan import Recompute
 
 SORTED = [[0] * 5 + [1] * 1 + [2] * 14, [7] * 20]
 SINGLE = [list(range(20)), [3] * 19 + [4]]
@@ -75,6 +78,28 @@ def test_the_op_takes_no_mask_and_no_dropout() -> None:
         op(*given, None, 0.1, True, documents=ids)
 
 
+@pytest.mark.parametrize("mode", ["attention", "full"])
+def test_a_recomputed_block_that_keeps_attention_runs_it_once(
+    mode: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, ids = inputs(20, 20, 4), torch.tensor(SORTED)
+    wanted = document_attention(*given, ids, end=20)
+    expected = torch.autograd.grad(wanted.square().sum(), given)
+    runs = []
+    attend = documents.attend
+    monkeypatch.setattr(documents, "attend", lambda *a, **k: runs.append(1) or attend(*a, **k))
+    found = checkpoint(
+        lambda *own: document_attention(*own, ids, end=20),
+        *given,
+        use_reentrant=False,
+        context_fn=Recomputing.of(mode).contexts,
+    )
+    once = len(runs)
+    for own, other in zip(torch.autograd.grad(found.square().sum(), given), expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    assert len(runs) == (once if mode == "attention" else 2 * once)
+
+
 def test_products_grow_with_the_squares_of_documents() -> None:
     """Kernels compute documents of 64 and 192 positions; counted as squares, halved by causality
     or not."""
@@ -94,3 +119,34 @@ def test_bounds_are_read_once_and_again_after_a_change(monkeypatch: pytest.Monke
     ids[1, 0] = 6
     assert bounds_of(ids).rows == ((0, 5, 6, 20), (0, 1, 20))
     assert len(reads) == 2
+
+
+@pytest.mark.slow
+def test_a_million_positions_in_documents_equal_direct_softmaxes() -> None:
+    """One head of size 16 and documents of 1 to 2,047 positions, on one device. The whole first and
+    last documents and one in the middle are compared with a softmax, and its gradients, written
+    out; eight ranks with their parts of the queries compute the same results."""
+    length, parts = 2**20, 8
+    torch.manual_seed(0)
+    steps = torch.randint(1, 2048, (length // 512,)).cumsum(0)
+    ids = torch.bucketize(torch.arange(length), steps, right=True)[None]
+    query, key, value, seed = torch.randn(4, 1, 1, length, 16, dtype=torch.float64).unbind()
+    given = [each.requires_grad_() for each in (query, key, value)]
+    found = document_attention(*given, ids, end=length)
+    gradients = torch.autograd.grad(found, given, seed)
+    (bounds,) = bounds_of(ids).rows
+    for place in (0, len(bounds) // 2, len(bounds) - 2):
+        own = slice(bounds[place], bounds[place + 1])
+        q, k, v = (each[0, 0, own].detach().requires_grad_() for each in given)
+        hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        direct = torch.softmax((q @ k.T / 4).masked_fill(hidden, float("-inf")), -1) @ v
+        torch.testing.assert_close(found[0, 0, own], direct, rtol=1e-10, atol=1e-10)
+        expected = torch.autograd.grad(direct, (q, k, v), seed[0, 0, own])
+        for one, other in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(one[0, 0, own], other, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        made = [
+            document_attention(own, key, value, ids, end=(rank + 1) * length // parts)
+            for rank, own in enumerate(query.chunk(parts, 2))
+        ]
+    torch.testing.assert_close(torch.cat(made, 2), found, rtol=1e-12, atol=1e-12)
