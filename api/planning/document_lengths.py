@@ -15,7 +15,7 @@ from pathlib import Path
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph.graph import Node
-from autoparallel.planner.ops.attention import is_packed, with_document_length
+from autoparallel.planner.ops.attention import DOCUMENT_LENGTH, is_packed
 
 
 def with_lengths(program: Program, path: str) -> Program:
@@ -39,7 +39,8 @@ def with_lengths(program: Program, path: str) -> Program:
             return node
         positions = graph.spec(node.inputs[1]).shape[-2]
         mean = round(mean_length(lengths, positions))
-        return node if 2 * mean > positions else with_document_length(node, mean)
+        is_short = 2 * mean <= positions
+        return replace(node, kwargs={**node.kwargs, DOCUMENT_LENGTH: mean}) if is_short else node
 
     return replace(program, graph=replace(graph, nodes=tuple(map(priced, graph))))
 

@@ -39,16 +39,15 @@ class PackDocuments:
     def __call__(self, graph: Graph) -> Graph:
         found = {node.name: _packed(graph, node, self.buffers) for node in graph.nodes}
         masks = {name: mask for name, mask in found.items() if mask is not None}
-        if not masks:
-            return graph
         ids = {mask.ids: _with_dims(graph, mask.ids) for mask in masks.values()}
         nodes: list[Node] = []
-        for node in graph.nodes:
-            mask = masks.get(node.name)
-            nodes.append(node if mask is None else _within(node, mask, ids[mask.ids]))
-            own = (each for ref, each in ids.items() if ref.name == node.name)
-            nodes.extend(each for each in own if each is not node)
-        return drop_dead(replace(graph, nodes=tuple(nodes)))
+        for node in graph.nodes if ids else ():
+            if (mask := masks.get(node.name)) is not None:
+                bare = without_mask(node, causal=True, window=mask.window)
+                kwargs = {**bare.kwargs, "documents": Ref(ids[mask.ids].name)}
+                node = replace(bare, op=WINDOWED, kwargs=kwargs)
+            nodes += [node, *(each for ref, each in ids.items() if ref.name == node.name)]
+        return drop_dead(replace(graph, nodes=tuple(nodes))) if ids else graph
 
 
 class PackedMask(NamedTuple):
@@ -58,31 +57,27 @@ class PackedMask(NamedTuple):
     ids: Ref
 
 
+class Vector(NamedTuple):
+    """Vector of integers along the last dimension of ``source``, plus ``offset``, as the operand
+    ``ref`` of a comparison; ``side``: its last two dimensions."""
+
+    ref: Ref
+    side: tuple[int, ...]
+    source: Ref
+    offset: int
+
+
 def _with_dims(graph: Graph, ids: Ref) -> Node:
-    """Return the node of ids (rows, 1, 1, positions), which a new node has if they have another
-    shape."""
-    spec = graph.spec(ids)
+    """Return a node that has ids as (rows, 1, 1, positions)."""
+    spec, given = graph.spec(ids), graph[ids.name]
     shape = (spec.numel // spec.shape[-1], 1, 1, spec.shape[-1])
-    if spec.shape == shape and not ids.index:
-        return graph[ids.name]
-    outputs = (replace(spec, shape=shape),)
-    given = graph[ids.name]
-    return Node(
+    name, op, outputs = (
         f"{ids.name}_documents",
-        "op",
         "aten.reshape.default",
-        (ids, shape),
-        {},
-        outputs,
-        module=given.module,
-        source=given.source,
+        (replace(spec, shape=shape),),
     )
-
-
-def _within(node: Node, mask: PackedMask, ids: Node) -> Node:
-    """Return the attention ``node`` within documents instead of under a mask."""
-    bare = without_mask(node, causal=True, window=mask.window)
-    return replace(bare, op=WINDOWED, kwargs={**bare.kwargs, "documents": Ref(ids.name)})
+    source = {"module": given.module, "source": given.source}
+    return Node(name, "op", op, (ids, shape), {}, outputs, **source)
 
 
 def _packed(graph: Graph, node: Node, buffers: Mapping[str, Tensor]) -> PackedMask | None:
@@ -95,124 +90,93 @@ def _packed(graph: Graph, node: Node, buffers: Mapping[str, Tensor]) -> PackedMa
     length = shape[-1]
     if len(shape) != 4 or shape[1] != 1 or shape[2] != length or length == 1:
         return None
-    bands, ids, positions = [], [], []
+    bands: list[Band | None] = []
+    ids, positions = [], []
     for term in terms(graph, mask.name):
-        vectors = _vectors(graph, term)
         if term.kind == "constant":
             bands.append(band_of_constant(graph, term.name, buffers))
-        elif vectors is None or vectors.rows.source != vectors.columns.source:
+            continue
+        vectors = _vectors(graph, term)
+        if len({each.source for each in vectors}) != 1:
             return None
-        elif term.op == "aten.eq.Tensor" and vectors.rows.offset == vectors.columns.offset:
-            ids.append(vectors.columns)
+        if term.op == "aten.eq.Tensor" and vectors[0].offset == vectors[1].offset:
+            ids += [each for each in vectors if each.side[0] == 1]
         else:
-            positions.append((vectors, term))
-    if len({each.source for each in ids}) != 1:
+            positions.append(vectors[0].source)
+            places = (torch.arange(length).view(each.side) + each.offset for each in vectors)
+            bands.append(comparison_band(COMPARISONS[term.op], *places))
+    if len({each.source for each in ids}) != 1 or not bands or None in bands:
         return None
-    if graph.spec(ids[0].ref).numel not in (length, shape[0] * length):
+    is_of_rows = graph.spec(ids[0].ref).numel in (length, shape[0] * length)
+    before, after = (least(each) for each in zip(*(b for b in bands if b), strict=True))
+    if after != 0 or not is_of_rows:
         return None
-    for vectors, term in positions:
-        if not _counts(graph, vectors.rows.source, ids[0].source, length):
-            return None
-        bands.append(_position_band(vectors, term, length))
-    if None in bands:
-        return None
-    before, after = (least(each) for each in zip(*bands, strict=True)) if bands else (None, None)
-    if after != 0:
+    if any(not _counts(graph, each, ids[0].source, length) for each in positions):
         return None
     return PackedMask(0 if before is None or before >= length - 1 else before + 1, ids[0].ref)
 
 
-class Vector(NamedTuple):
-    """Vector of integers along the last dimension of ``source``, plus ``offset``, as the operand
-    ``ref`` of a comparison."""
-
-    ref: Ref
-    source: Ref
-    offset: int
-
-
-class Vectors(NamedTuple):
-    """Operands of a comparison along rows and columns; ``is_swapped``: columns come first."""
-
-    rows: Vector
-    columns: Vector
-    is_swapped: bool
-
-
-def _vectors(graph: Graph, term: Node) -> Vectors | None:
-    """Return the operands of a comparison of integers at rows and at columns of a mask; None for
+def _vectors(graph: Graph, term: Node) -> tuple[Vector, ...]:
+    """Return the operands of a comparison of integers at rows and at columns of a mask; nothing for
     another op."""
-    refs = term.inputs
-    if term.op not in COMPARISONS or len(refs) != 2:
-        return None
-    specs = [graph.spec(ref) for ref in refs]
+    specs = [graph.spec(ref) for ref in term.inputs]
+    sides = [spec.shape[-2:] for spec in specs]
+    length = term.spec.shape[-1] if term.spec.shape else 0
+    if term.op not in COMPARISONS or sorted(sides) != [(1, length), (length, 1)]:
+        return ()
     if any(not spec.dtype.startswith(("int", "uint")) for spec in specs):
-        return None
-    length, sides = term.spec.shape[-1], [spec.shape[-2:] for spec in specs]
-    if sides not in ([(length, 1), (1, length)], [(1, length), (length, 1)]):
-        return None
-    found = [_traced(graph, ref) for ref in refs]
-    is_swapped = sides[0] == (1, length)
-    rows, columns = found[::-1] if is_swapped else found
-    return Vectors(rows, columns, is_swapped)
+        return ()
+    pairs = zip(term.inputs, sides, strict=True)
+    return tuple(Vector(ref, side, *_traced(graph, ref)) for ref, side in pairs)
 
 
-def _traced(graph: Graph, ref: Ref) -> Vector:
+def _traced(graph: Graph, ref: Ref) -> tuple[Ref, int]:
     """Follow an operand back through ops that keep its entries in order, perhaps several times, or
-    add a number to all."""
-    source, offset = ref, 0
-    while True:
-        node = graph[source.name]
-        op, added = packet(node.op), argument(node, 1, "other", None)
-        is_sum = op in ("add", "sub") and len(node.inputs) == 1 and isinstance(added, int)
-        if not (_keeps_order(graph, node) or (is_sum and argument(node, 2, "alpha", 1) == 1)):
-            return Vector(ref, source, offset)
-        if is_sum:
-            offset += added if op == "add" else -added
-        source = node.inputs[0]
+    add a number to all; return its source and the sum of these numbers."""
+    offset = 0
+    while (node := graph[ref.name]).kind == "op":
+        name, added = packet(node.op), argument(node, 1, "other")
+        is_sum = isinstance(added, int) and argument(node, 2, "alpha", 1) == 1
+        if is_sum and (name == "add" or name == "sub"):
+            offset += added if name == "add" else -added
+        elif not _keeps_order(graph, node):
+            break
+        ref = node.inputs[0]
+    return ref, offset
 
 
 def _keeps_order(graph: Graph, node: Node) -> bool:
     """Return whether a node has the entries of its input in order, perhaps several times."""
-    form = spec_of(node).form if node.kind == "op" else "other"
-    if form not in ("expand", "reshape") or graph.spec(node.inputs[0]).dtype != node.spec.dtype:
-        return False
+    form = spec_of(node).form
     if form == "reshape":
-        return True
+        return graph.spec(node.inputs[0]).dtype == node.spec.dtype
     after, before = node.spec.shape, graph.spec(node.inputs[0]).shape
     before = (1,) * (len(after) - len(before)) + before
     kept = next((dim for dim, size in enumerate(before) if size > 1), len(before))
-    return after[kept:] == before[kept:]
+    return form == "expand" and after[kept:] == before[kept:]
 
 
 def _counts(graph: Graph, positions: Ref, ids: Ref, length: int) -> bool:
     """Return whether ``ids`` is the running sum of ``diff(positions) != 1`` along sequences of
     ``length`` positions."""
-    total = graph[ids.name]
     if any(graph.spec(ref).shape[-1:] != (length,) for ref in (positions, ids)):
         return False
-    if total.op != "aten.cumsum.default" or not _is_last(graph, total, 1):
+    total = graph[ids.name]
+    restarts = _read(graph, total, "aten.cumsum.default")
+    steps = restarts and _read(graph, restarts, "aten.ne.Scalar")
+    if not (restarts and steps and _read(graph, steps, "aten.diff.default")):
         return False
-    restarts = graph[total.inputs[0].name]
-    if restarts.op != "aten.ne.Scalar" or argument(restarts, 1, "other") != 1:
-        return False
-    steps = graph[restarts.inputs[0].name]
-    if steps.op != "aten.diff.default" or not _is_last(graph, steps, 2):
+    last = len(total.spec.shape) - 1
+    dims = argument(total, 1, "dim"), argument(steps, 2, "dim", -1)
+    if any(dim not in (-1, last) for dim in dims):
         return False
     is_first = argument(steps, 1, "n", 1) == 1 and argument(steps, 4, "append") is None
-    of_same_shape = graph.spec(steps.inputs[0]).shape == steps.spec.shape
-    return is_first and of_same_shape and _traced(graph, steps.inputs[0])[1:] == (positions, 0)
+    is_restart = argument(restarts, 1, "other") == 1
+    return is_first and is_restart and _traced(graph, steps.inputs[0]) == (positions, 0)
 
 
-def _is_last(graph: Graph, node: Node, position: int) -> bool:
-    rank = len(graph.spec(node.inputs[0]).shape)
-    return int(argument(node, position, "dim", -1)) % rank == rank - 1
-
-
-def _position_band(vectors: Vectors, term: Node, length: int) -> Band | None:
-    """Return the band of a comparison of positions that count from 0."""
-    places = torch.arange(length)
-    rows = (places + vectors.rows.offset)[:, None]
-    columns = (places + vectors.columns.offset)[None]
-    given = (columns, rows) if vectors.is_swapped else (rows, columns)
-    return comparison_band(COMPARISONS[term.op], *given)
+def _read(graph: Graph, node: Node, op: str) -> Node | None:
+    """Return the node that ``node`` reads first, of its shape, if its own op is ``op``."""
+    if node.op != op or graph.spec(node.inputs[0]).shape != node.spec.shape:
+        return None
+    return graph[node.inputs[0].name]

@@ -13,7 +13,7 @@ groups. For all others, as in float64 on a GPU, the scores are written.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,23 +131,13 @@ def merge(whole: Attended, part: Attended, first: int) -> None:
     statistic.copy_(torch.logaddexp(statistic, part.statistic))
 
 
-class Parts(Protocol):
-    """Division of an attention into parts: computes results and statistics of all its queries,
-    and, from these, the gradients of queries, keys and values."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Attended: ...
-
-    def backward(
-        self, gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], whole: Attended
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 class AttentionInParts(torch.autograd.Function):
-    """Autograd function of attention in ``Parts``. A recomputed block that keeps the results of
-    attention keeps its results, and runs no part again."""
+    """Autograd function of attention in parts, by an object with ``attend`` and ``backward``. A
+    recomputed block that keeps the results of attention keeps its results, and runs no part
+    again."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Parts, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, parts: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         found = computed_once(lambda: parts.attend(query, key, value))
         ctx.parts = parts
         ctx.save_for_backward(query, key, value, *found)

@@ -44,9 +44,6 @@ aten = torch.ops.aten
 CHUNK = 512
 """Queries of one mask, where masks are written."""
 
-_KEPT = "autoparallel_bounds"
-"""Attribute of a tensor of ids that keeps the bounds of its documents."""
-
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -69,12 +66,11 @@ def bounds_of(documents: Tensor) -> Bounds:
     if isinstance(documents, FakeTensor) or documents.is_meta:
         return Bounds(((0, length),) * len(rows), is_repeated=False)
     version = -1 if documents.is_inference() else documents._version
-    read, found = vars(documents).get(_KEPT, (None, None))
-    if found is None or version != read:
-        found = _read(rows.cpu())
-        setattr(documents, _KEPT, (version, found))
-    bounds: Bounds = found
-    return bounds
+    kept: dict[int, Bounds] = vars(documents).get("autoparallel_bounds", {})
+    if version not in kept:
+        kept = {version: _read(rows.cpu())}
+        documents.autoparallel_bounds = kept  # type: ignore[attr-defined]
+    return kept[version]
 
 
 def _read(rows: Tensor) -> Bounds:

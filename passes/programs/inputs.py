@@ -9,17 +9,12 @@ inputs without a bound count as masks: all ones.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from ...planner.graph.graph import Graph, Node, Ref
 from ...planner.ops.attention import is_packed
 from ...planner.ops.case import packet
 from ...planner.ops.catalog import spec_of
-
-Documents = Literal["ids", "positions"]
-"""Values of an input: numbers of documents, or positions within them."""
 
 NUM_STARTS = 3
 """Starts of documents drawn in each sequence, beside its own."""
@@ -58,38 +53,33 @@ def _bound(graph: Graph, node: Node, position: int) -> int | None:
     return bound(node, [graph.spec(ref) for ref in node.inputs])
 
 
-def document_inputs(graph: Graph) -> dict[str, Documents]:
-    """Return the inputs that attention's ids of packed documents come from, by name. An input that
-    is used as an index, too, is one only if it is these ids or if its differences make them: ids
-    may also be counted from tokens."""
-    found: dict[str, Documents] = {}
+def document_inputs(graph: Graph) -> dict[str, str]:
+    """Return the inputs that attention's ids of packed documents come from, by name: "ids" or
+    "positions". An input that is used as an index, too, is one only if it is these ids or if its
+    differences make them: ids may also be counted from tokens."""
+    found: dict[str, str] = {}
     bounds = integer_bounds(graph)
-    pending: list[tuple[Ref, Documents | None]] = [
-        (node.kwargs["documents"], "ids") for node in graph if is_packed(node)
-    ]
+    pending = [(node.kwargs["documents"], "ids") for node in graph if is_packed(node)]
     while pending:
         ref, kind = pending.pop()
         node = graph[ref.name]
         if node.kind == "input" and (kind or node.name not in bounds):
             found[node.name] = kind or "positions"
-        elif node.kind == "op":
-            is_kept = kind == "ids" and spec_of(node).form in ("reshape", "expand")
-            by_steps = kind == "positions" or packet(node.op) == "diff"
-            made: Documents | None = "ids" if is_kept else "positions" if by_steps else None
-            pending += [(each, made) for each in node.inputs]
+        elif packet(node.op) == "diff":
+            kind = "positions"
+        elif kind == "ids" and spec_of(node).form != "reshape":
+            kind = ""
+        pending += [(each, kind) for each in node.inputs]
     return found
 
 
-def _drawn_documents(
-    shape: tuple[int, ...], kind: Documents, bound: int | None, generator: torch.Generator
-) -> torch.Tensor:
-    """Draw documents for sequences along the last dimension, below ``bound``."""
+def _drawn_documents(shape: tuple[int, ...], kind: str, generator: torch.Generator) -> torch.Tensor:
+    """Draw documents for sequences along the last dimension of ``shape``."""
     length = shape[-1]
     starts = torch.randint(length, (*shape[:-1], NUM_STARTS, 1), generator=generator)
     places = torch.arange(length)
     is_later = starts <= places
-    values = is_later.sum(-2) if kind == "ids" else places - (starts * is_later).amax(-2)
-    return values if bound is None else values % bound
+    return is_later.sum(-2) if kind == "ids" else places - (starts * is_later).amax(-2)
 
 
 def random_batch(graph: Graph, *, seed: int, dtype: str | None = None) -> dict[str, torch.Tensor]:
@@ -104,8 +94,8 @@ def random_batch(graph: Graph, *, seed: int, dtype: str | None = None) -> dict[s
             values = torch.randn(spec.shape, generator=generator, dtype=torch.float64)
             batch[node.name] = values.to(getattr(torch, dtype or spec.dtype))
         elif node.name in documents:
-            kind, bound = documents[node.name], bounds.get(node.name)
-            drawn = _drawn_documents(spec.shape, kind, bound, generator)
+            drawn = _drawn_documents(spec.shape, documents[node.name], generator)
+            drawn %= bounds.get(node.name, spec.shape[-1])
             batch[node.name] = drawn.to(getattr(torch, spec.dtype))
         elif node.name in bounds:
             batch[node.name] = torch.randint(

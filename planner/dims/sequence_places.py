@@ -23,7 +23,6 @@ from ..ops import axis_strategies
 from ..ops.attention import is_attention, is_packed, window_of
 from ..ops.case import argument, packet
 from ..ops.catalog import has_classes, is_pointwise, spec_of
-from ..ops.spec import Form
 
 _NONE, MEAN = 0, 1
 
@@ -192,25 +191,20 @@ def _follow_attention(
 
 def _looks_back(graph: Graph, ref: Ref, length: int) -> bool:
     """Return whether integers along ``length`` positions, the last dimension, are known to depend
-    on no later position of the inputs: they are the inputs, or computed entry by entry, or as
-    running sums or differences."""
+    on no later position of the inputs: they are inputs, or computed entry by entry or as running
+    sums or differences."""
     node, shape = graph[ref.name], graph.spec(ref).shape
-    if node.kind != "op":
-        return True
-    name, spec = packet(node.op), spec_of(node)
-    if name == "slice":  # of the first positions
-        is_known = argument(node, 2, "start", None) in (None, 0)
+    name, form, last = packet(node.op), spec_of(node).form, len(shape) - 1
+    if name == "slice":
+        is_known = not argument(node, 2, "start", None)
     elif name == "cumsum" or name == "diff":
-        dim = argument(node, 1 + (name == "diff"), "dim", -1) % len(shape)
-        is_known = dim == len(shape) - 1 and shape[dim] == length
-        is_known = is_known and graph.spec(node.inputs[0]).shape == shape
+        dim = argument(node, 1 + (name == "diff"), "dim", -1)
+        is_known = dim in (-1, last) and shape[last] == length
         is_known = is_known and argument(node, 4, "append") is None
+        is_known = is_known and graph.spec(node.inputs[0]).shape == shape
     else:
-        is_known = is_pointwise(name) or spec.form in _IN_ORDER
+        is_known = node.kind != "op" or is_pointwise(name) or form == "reshape" or form == "expand"
     return is_known and all(_looks_back(graph, each, length) for each in node.inputs)
-
-
-_IN_ORDER: tuple[Form, ...] = ("reshape", "expand", "same")
 
 
 def _follow_written(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:

@@ -59,6 +59,10 @@ BALANCED_RING = "autoparallel.balanced_ring_attention.default"
 """Ops of one rank's part of ring attention, without and with causality, whose fourth argument is
 the number of ranks (``passes.ops.ring``)."""
 
+DOCUMENT_LENGTH = "document_length"
+"""Argument of attention within packed documents, for prices alone: the mean length of a document.
+Ops do not take it."""
+
 _BACKWARD = 2.5
 
 
@@ -105,24 +109,10 @@ def unpacked(node: Node, inputs: Specs) -> tuple[Node, Specs]:
     return replace(node, op=op, kwargs=kwargs), inputs
 
 
-def with_document_length(node: Node, length: int) -> Node:
-    """Return an attention within packed documents that is priced as if all had ``length``
-    positions."""
-    return replace(node, kwargs={**node.kwargs, _LENGTH: length})
-
-
-def has_document_length(node: Node) -> bool:
-    """Return whether the mean length of the documents of an attention is known."""
-    return _LENGTH in node.kwargs
-
-
-_LENGTH = "document_length"
-
-
 def _in_documents(node: Node, inputs: Specs) -> tuple[Node, Specs]:
     """Return attention in which each document is a row of a batch, if their length is known. A rank
     with a part of a document has its last queries."""
-    length = int(node.kwargs.get(_LENGTH, 0))
+    length = int(node.kwargs.get(DOCUMENT_LENGTH, 0))
     if not length:
         return node, inputs
     query, key = (spec.shape for spec in inputs[:2])
@@ -135,7 +125,7 @@ def _in_documents(node: Node, inputs: Specs) -> tuple[Node, Specs]:
             spec, shape=(spec.shape[0] * number, *spec.shape[1:-2], positions, spec.shape[-1])
         )
 
-    kwargs = {name: value for name, value in node.kwargs.items() if name != _LENGTH}
+    kwargs = {name: value for name, value in node.kwargs.items() if name != DOCUMENT_LENGTH}
     outputs = tuple(cut(spec, columns) for spec in node.outputs)
     made = replace(node, kwargs=kwargs, outputs=outputs)
     return made, tuple(map(cut, inputs, (rows, columns, columns)))

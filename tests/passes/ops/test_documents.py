@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from autoparallel.passes.backward.recomputing import Recomputing
 from autoparallel.passes.ops import documents
@@ -100,14 +101,24 @@ def test_a_recomputed_block_that_keeps_attention_runs_it_once(
     assert len(runs) == (once if mode == "attention" else 2 * once)
 
 
-def test_products_grow_with_the_squares_of_documents() -> None:
-    """Kernels compute documents of 64 and 192 positions; counted as squares, halved by causality
-    or not."""
+def test_kernels_compute_pairs_within_documents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of documents of 64 and 192 positions, on one rank, and on the second half of the
+    positions, where the second document has 64 keys before its queries."""
     given = [each.detach() for each in inputs(256, 256, 4)]
     ids = torch.tensor([[0] * 64 + [1] * 192])
-    with FlopCounterMode(display=False) as counted:
-        document_attention(*given, ids, end=256)
-    assert counted.get_total_flops() in (0, 2 * 4 * 2 * 2 * 8 * (64**2 + 192**2))
+    pairs = []
+    attend = documents.attend
+
+    def counted(query: Tensor, key: Tensor, *rest: Tensor, **options: Any) -> documents.Attended:
+        pairs.append(len(query) * query.shape[-2] * key.shape[-2])
+        return attend(query, key, *rest, **options)
+
+    monkeypatch.setattr(documents, "attend", counted)
+    document_attention(*given, ids, end=256)
+    assert sum(pairs) == 2 * (64**2 + 192**2)
+    pairs.clear()
+    document_attention(given[0][..., 128:, :], *given[1:], ids, end=256)
+    assert sum(pairs) == 2 * (128 * 64 + 128 * 128)
 
 
 def test_bounds_are_read_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:

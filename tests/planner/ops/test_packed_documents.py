@@ -11,7 +11,7 @@ from autoparallel.planner.costs.op_case import op_case
 from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
 from autoparallel.planner.graph.layout import BALANCED, RING
 from autoparallel.planner.ops import work
-from autoparallel.planner.ops.attention import unpacked, with_document_length
+from autoparallel.planner.ops.attention import DOCUMENT_LENGTH, unpacked
 from autoparallel.planner.ops.experts import BALANCED_ATTENTION, as_run
 from autoparallel.planner.ops.work import Work
 
@@ -21,9 +21,9 @@ def packed(window: int = 0, length: int = 0) -> Graph:
     graph = attention(*CAUSAL)
     ids = Node("ids", "input", outputs=(TensorSpec((1, 1, 1, SEQ), "int64"),))
     kwargs = {"documents": Ref("ids"), **({"window": window} if window else {})}
+    kwargs |= {DOCUMENT_LENGTH: length} if length else {}
     path = "autoparallel.scaled_dot_product_attention.default"
     node = replace(graph["op"], op=path, kwargs=kwargs)
-    node = with_document_length(node, length) if length else node
     nodes = tuple(node if each.name == "op" else each for each in graph.nodes)
     return Graph((ids, *nodes), Ref("op"), 1)
 
