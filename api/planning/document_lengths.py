@@ -18,11 +18,14 @@ from autoparallel.planner.graph.graph import Node
 from autoparallel.planner.ops.attention import DOCUMENT_LENGTH, is_packed
 
 
-def with_lengths(program: Program, path: str) -> Program:
-    """Return a program whose packed documents are priced by the lengths in the file ``path``.
+def with_lengths(program: Program, path: str | None) -> Program:
+    """Return a program whose packed documents are priced by the lengths in the file ``path``; the
+    program itself without a file.
 
     Raises UsageError AP379 for a file without lengths, and AP178 if the model packs no documents.
     """
+    if path is None:
+        return program
     lengths, graph = read_lengths(Path(path)), program.graph
     if not any(map(is_packed, graph)):
         raise UsageError(

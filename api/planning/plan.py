@@ -130,9 +130,7 @@ def priced(
 ) -> tuple[Graph, Basis]:
     """Return a program's graph as pricing uses it, and the source of op times (measurements, if
     wanted, else specifications)."""
-    if options.lengths is not None:
-        program = with_lengths(program, options.lengths)
-    graph = priced_graph(program, compiled=options.compiled)
+    graph = priced_graph(with_lengths(program, options.lengths), compiled=options.compiled)
     basis = basis_for(cluster, options, target)
     if options.routing is not None:
         loads = loads_of(program, options.routing)
