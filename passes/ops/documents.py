@@ -227,12 +227,13 @@ class Packed:
         """Return the cumulative lengths of queries and of keys up to ``end`` for each document, and
         the largest lengths of both."""
         first = self.end - query.shape[-2]
-        pairs = [
-            (max(0, min(stop, self.end) - max(start, first)), min(stop, self.end) - start)
+        seen = (
+            (start, min(stop, self.end))
             for row in self.bounds.rows
             for start, stop in pairwise(row)
             if start < self.end
-        ]
+        )
+        pairs = ((max(0, stop - max(start, first)), stop - start) for start, stop in seen)
         counts = tuple(zip(*pairs, strict=True))
         sums = ([0, *accumulate(each)] for each in counts)
         whole = (torch.tensor(each, dtype=torch.int32, device=query.device) for each in sums)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,3 +163,66 @@ def test_a_million_positions_in_documents_equal_direct_softmaxes() -> None:
             for rank, own in enumerate(query.chunk(parts, 2))
         ]
     torch.testing.assert_close(torch.cat(made, 2), found, rtol=1e-12, atol=1e-12)
+
+
+def by_lengths(
+    query: Tensor, key: Tensor, value: Tensor, sums: Tensor, of_keys: Tensor, scale: float
+) -> Tensor:
+    """What FlashAttention computes by cumulative lengths: (positions, heads, size) of documents, of
+    each the last query aligned to the last key."""
+    count = query.shape[1] // key.shape[1]
+    parts = []
+    for rows, columns in zip(pairwise(sums.tolist()), pairwise(of_keys.tolist()), strict=True):
+        q = query[slice(*rows)].transpose(0, 1)
+        k, v = (
+            each[slice(*columns)].transpose(0, 1).repeat_interleave(count, 0)
+            for each in (key, value)
+        )
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+        seen = seen.tril(k.shape[1] - q.shape[1])
+        out = functional.scaled_dot_product_attention(q, k, v, seen, scale=scale)
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+def flash(*args: Any, scale: float) -> tuple[Tensor, ...]:
+    query, key, value, sums, of_keys, longest, longest_keys, *rest = args
+    assert rest == [0.0, True, False]
+    assert (longest, longest_keys) == (int(sums.diff().max()), int(of_keys.diff().max()))
+    out = by_lengths(query, key, value, sums, of_keys, scale)
+    return out, out.new_zeros(query.shape[1], len(query)), out, out, out
+
+
+def flash_backward(gradient: Tensor, *args: Any, scale: float) -> tuple[Tensor, ...]:
+    query, key, value, _, statistic, sums, of_keys, *_ = args
+    assert statistic.shape == (query.shape[1], len(query))
+    with torch.enable_grad():
+        given = [each.detach().requires_grad_() for each in (query, key, value)]
+        return torch.autograd.grad(by_lengths(*given, sums, of_keys, scale), given, gradient)
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 20), (10, 15), (3, 18)])
+def test_on_a_gpu_in_16_bits_all_documents_are_one_call(
+    first: int, end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With FlashAttention written out in the place of its kernels, which there are not here."""
+    kernels = {"_flash_attention_forward": flash, "_flash_attention_backward": flash_backward}
+    aten = SimpleNamespace(**{n: SimpleNamespace(default=each) for n, each in kernels.items()})
+    monkeypatch.setattr(documents, "aten", aten)
+    monkeypatch.setattr(documents, "kernel_of", lambda *tensors: "flash")
+    given, ids = inputs(end - first, 20, 2), torch.tensor(SORTED)
+    wanted = functional.scaled_dot_product_attention(
+        *given, mask_of(ids, first, end, 0), enable_gqa=True, scale=0.3
+    )
+    check(document_attention(*given, ids, end=end, scale=0.3), wanted, given)
+
+
+def test_the_call_of_flash_attention_is_one_that_torch_has() -> None:
+    packed = documents.Packed(bounds_of(torch.tensor(SORTED)), 15, 0.3)
+    shapes = (2, 4, 5, 8), (2, 2, 20, 8), (2, 2, 20, 8)
+    given = [torch.empty(each, device="meta", dtype=torch.bfloat16) for each in shapes]
+    query, key, value = given
+    found = packed._attend_at_once(query, key, value)
+    gradients = packed._backward_at_once(found.out, (query, key, value), found)
+    assert found.out.shape == query.shape
+    assert [each.shape for each in gradients] == [torch.Size(shape) for shape in shapes]
