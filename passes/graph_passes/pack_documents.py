@@ -71,13 +71,10 @@ def _with_dims(graph: Graph, ids: Ref) -> Node:
     """Return a node that has ids as (rows, 1, 1, positions)."""
     spec, given = graph.spec(ids), graph[ids.name]
     shape = (spec.numel // spec.shape[-1], 1, 1, spec.shape[-1])
-    name, op, outputs = (
-        f"{ids.name}_documents",
-        "aten.reshape.default",
-        (replace(spec, shape=shape),),
-    )
-    source = {"module": given.module, "source": given.source}
-    return Node(name, "op", op, (ids, shape), {}, outputs, **source)
+    name, made = f"{ids.name}_documents", (replace(spec, shape=shape),)
+    args, module, source = (ids, shape), given.module, given.source
+    op = "aten.reshape.default"
+    return Node(name, "op", op, args, {}, made, module=module, source=source)
 
 
 def _packed(graph: Graph, node: Node, buffers: Mapping[str, Tensor]) -> PackedMask | None:
