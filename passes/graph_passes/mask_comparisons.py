@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...planner.graph.graph import Graph, Node, Ref
+from ...planner.ops.case import argument, packet
 from ...planner.ops.catalog import spec_of
 from ..programs.constants import evaluate_constants
 
@@ -66,11 +67,30 @@ def conjunction_band(
             found = comparison_band(COMPARISONS[term.op], left, right)
         else:
             is_all = can_evaluate(term.name) and bool(value(Ref(term.name)).all())
-            found = ALL if is_all else None
+            is_whole = term.spec.shape[-2:] == graph[name].spec.shape[-2:]
+            found = ALL if is_all else _triangle_band(graph, term) if is_whole else None
         if found is None:
             return None
         bands.append(found)
     return Band(least(band.before for band in bands), least(band.after for band in bands))
+
+
+def _triangle_band(graph: Graph, node: Node) -> Band | None:
+    """Return the band of a square of ones of which ``tril`` and ``triu`` keep parts with the
+    diagonal; None for another node."""
+    name, shape = packet(node.op), node.spec.shape
+    if name == "ones" or (name == "full" and argument(node, 1, "fill_value") == 1):
+        return ALL if shape[-1:] == shape[-2:-1] else None
+    if not (name == "tril" or name == "triu"):
+        return None
+    whole, diagonal = (
+        _triangle_band(graph, graph[node.inputs[0].name]),
+        argument(node, 1, "diagonal", 0),
+    )
+    after, before = (diagonal, None) if name == "tril" else (None, -diagonal)
+    if whole is None or min(after or 0, before or 0) < 0:
+        return None
+    return Band(least((whole.before, before)), least((whole.after, after)))
 
 
 def least(limits: Iterable[int | None]) -> int | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from autoparallel.passes.graph_passes import masks
 from autoparallel.passes.graph_passes.masks import SDPA, WINDOWED
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.graph.graph import Node
@@ -150,6 +151,31 @@ def test_ids_that_all_sequences_share_are_one_row() -> None:
 def test_a_mask_beside_dropout_stays() -> None:
     program = program_of(lambda: built(KNOWN["counted"][0], 0.5), batch())
     assert not [node for node in program.graph if "documents" in node.kwargs]
+
+
+TRIANGLES: dict[str, tuple[Callable[[], Tensor], int | None]] = {
+    "lower": (lambda: torch.ones(SEQ, SEQ, dtype=torch.bool).tril(), 0),
+    "filled": (lambda: torch.full((SEQ, SEQ), True).tril(), 0),
+    "window": (lambda: lower(2), 3),
+    "window first": (lambda: torch.ones(SEQ, SEQ, dtype=torch.bool).triu(-1).tril(), 2),
+    "one later": (lambda: torch.ones(SEQ, SEQ, dtype=torch.bool).tril(1), None),
+    "without itself": (lambda: torch.ones(SEQ, SEQ, dtype=torch.bool).tril(-1), None),
+    "zeros": (lambda: torch.zeros(SEQ, SEQ, dtype=torch.bool).tril(), None),
+    "not square": (lambda: torch.ones(1, SEQ, dtype=torch.bool).tril(), None),
+    "upper": (lambda: torch.ones(SEQ, SEQ, dtype=torch.bool).triu(), None),
+    "upper, itself hidden": (lambda: torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1).tril(2), None),
+}
+
+
+@pytest.mark.parametrize("kind", TRIANGLES)
+def test_triangles_too_large_to_evaluate_are_bands(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "LIMIT_ELEMENTS", SEQ - 1)
+    triangle, window = TRIANGLES[kind]
+    (node,) = attentions(program_of(lambda: built(lambda ids: same(ids) & triangle()), batch()))
+    found = node.kwargs.get("window", 0) if "documents" in node.kwargs else None
+    assert found == window
 
 
 SIZES = {
