@@ -68,8 +68,8 @@ def target(model: str) -> Target:
     weights (``dropped``), or one that sees later positions (``bidirectional``), or both
     (``unmasked``); Hugging Face GPT-2.
     A loss over a vocabulary (``loss:z`` and others of ``tests/models/vocabulary_losses.py``).
-    Attention with a window (``window``): Mistral. A mixture with shared experts (``shared``):
-    Qwen2-MoE; with two experts (``few``): Mixtral.
+    Attention with a window (``window``): Mistral; in packed documents (``packed``): Llama.
+    A mixture with shared experts (``shared``): Qwen2-MoE; with two experts (``few``): Mixtral.
     """
     if model in ("gpt", "gpt-tied"):
         return load_target("examples/gpt.py", {**GPT, "tied": model == "gpt-tied"})
@@ -81,6 +81,8 @@ def target(model: str) -> Target:
         return load_target("tests/models/gpt_dropout.py", {"in_attention": False})
     if model.startswith("loss:"):
         return load_target("tests/models/vocabulary_losses.py", {"loss": model[5:]})
+    if model == "packed":
+        return load_target("hf:tests/models/llama", {"packed": True})
     if model == "window":
         return load_target("hf:tests/zoo/mistral", {"sliding_window": 5})
     if model == "unmasked":

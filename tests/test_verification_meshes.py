@@ -31,6 +31,7 @@ from autoparallel.runtime.verify.verify import Verification
 FEW = (
     ("gpt", "dp=2,cp=2"),
     ("window", "dp=2,cp=2"),
+    ("packed", "cp=4"),
     ("mixtral", "dp=4,ep=2,zero=2"),
     ("few", "dp=4,ep=2,zero=3,microbatches=2"),
     ("gpt-tied", "dp=4,zero=3,shard=2,microbatches=2"),
@@ -54,6 +55,10 @@ FOUR = (
     ("gpt", "cp=2,tp=2,microbatches=2,recompute=full"),
     ("llama", "dp=2,cp=2,zero=2"),
     ("window", "cp=4"),
+    ("packed", "dp=2,cp=2,zero=3,recompute=attention"),
+    ("packed", "cp=2,tp=2,recompute=full"),
+    ("packed", "cp=2,pp=2,microbatches=4,recompute=selective"),
+    ("packed", "tp=4,recompute=none-offloaded"),
     ("window", "cp=2,tp=2,recompute=full"),
     ("window", "cp=2,pp=2,microbatches=4,recompute=selective"),
     ("window", "cp=2,pp=2,microbatches=4,recompute=none-offloaded"),
@@ -76,9 +81,14 @@ SLICED_FOUR = (
     ("deepseek_v3", "dp=2,tp=2,ep=2,etp=2,zero=3,sp"),
     ("deepseek_v3", "dp=2,tp=2,ep=2,etp=2,zero=2,microbatches=2,recompute=selective"),
 )
-BALANCED_FEW = (("gpt", "cp=2"), ("llama", "cp=2,microbatches=2,recompute=selective"))
+BALANCED_FEW = (
+    ("gpt", "cp=2"),
+    ("packed", "cp=2"),
+    ("llama", "cp=2,microbatches=2,recompute=selective"),
+)
 BALANCED_FOUR = (
     ("gpt", "cp=4"),
+    ("packed", "cp=4,recompute=attention"),
     ("gpt", "cp=2,tp=2,microbatches=2,recompute=full"),
     ("llama", "dp=2,cp=2,zero=3,microbatches=2"),
     ("llama", "cp=2,pp=2,microbatches=4,recompute=selective"),

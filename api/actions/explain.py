@@ -8,7 +8,7 @@ from pathlib import Path
 from autoparallel.actions.terminal import stdout_console
 from autoparallel.analysis.compare import read_run
 from autoparallel.analysis.explain import explain as explained
-from autoparallel.analysis.lengths import price_lengths, read_lengths
+from autoparallel.analysis.lengths import price_lengths
 from autoparallel.analysis.measured_blocks import compute_errors
 from autoparallel.analysis.plan_model import load_plan_model
 from autoparallel.analysis.what_if import what_if as changed
@@ -18,6 +18,7 @@ from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.options.results import say_json
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
+from autoparallel.planning.document_lengths import read_lengths
 from autoparallel.planning.plan_files import load_plan
 from autoparallel.report import explanation as pages
 from autoparallel.report.explanation import measured_json, print_lengths, print_measured

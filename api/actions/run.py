@@ -118,6 +118,7 @@ def _limits(options: PlanOptions) -> dict[str, object]:
         "profile": options.profile,
         "database": options.database,
         "routing": absolute(options.routing),
+        "lengths": absolute(options.lengths),
     }
 
 

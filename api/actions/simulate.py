@@ -33,6 +33,7 @@ from autoparallel.planner.requests.options import check_degrees, fix_of_split
 from autoparallel.planner.requests.request import Forced, check_schedule_name
 from autoparallel.planner.schedules.schedules import ScheduleInfo, find_schedule
 from autoparallel.planning.capture import capture_target, captured_seq
+from autoparallel.planning.document_lengths import with_lengths
 from autoparallel.planning.plan import (
     basis_for,
     find_cluster,
@@ -89,6 +90,7 @@ def simulate(
     found = with_choice(found, options.tf32)
     with plan_cache() as cache, progress() as observe:
         program = capture_target(loaded, options, observe, cache.values)
+        program = with_lengths(program, options.lengths)
         observe("simulate", 0, 1)
         basis = replace(basis_for(found, options, loaded), assumptions=trained.assumptions)
         if options.routing is not None:

@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from pathlib import Path
 from statistics import fmean
 
 from autoparallel.analysis.plan_model import PlanModel
@@ -59,35 +58,6 @@ class LengthPrices:
         """Steps with the fewest buckets within 1 % of the fastest."""
         least = min(each.step_seconds for each in self.options)
         return next(each for each in self.options if each.step_seconds <= 1.01 * least)
-
-
-def read_lengths(path: Path) -> list[int]:
-    """Read lengths, one positive integer on each line; empty lines and those that begin with # are
-    left out. Raises UsageError AP379 for another line, and for a file without lengths."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unread(path, str(error)) from error
-    found = []
-    for number, line in enumerate(map(str.strip, lines), start=1):
-        if not line or line.startswith("#"):
-            continue
-        if not line.isdecimal() or not int(line):
-            raise _unread(path, f"line {number} is {line[:40]!r}, not a number of positions")
-        found.append(int(line))
-    if not found:
-        raise _unread(path, "it has no line with a number")
-    return found
-
-
-def _unread(path: Path, why: str) -> UsageError:
-    return UsageError(
-        "AP379",
-        f"cannot read lengths from {path}",
-        why=why,
-        where=str(path),
-        fix="a text file with the number of positions of one sequence on each line",
-    )
 
 
 def price_lengths(model: PlanModel, lengths: Sequence[int]) -> LengthPrices:

@@ -228,6 +228,11 @@ class PlanOptions:
         "price and place experts by the tokens that run --count-routing counted",
         metavar="FILE",
     )
+    lengths: str | None = option(
+        None,
+        "price attention within packed documents of these lengths, one on each line",
+        metavar="FILE",
+    )
     profile: Mode = option(
         "auto",
         "source of times: auto (measured where available), measured (all) or analytic",
@@ -299,6 +304,7 @@ class SearchOptions(TypedDict, total=False):
     solver: str
     intra_op: IntraOpMethod
     routing: str | None
+    lengths: str | None
     profile: Mode
     database: str | None
     measure_seconds: float | None

@@ -35,6 +35,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.problem import SharedTables
 from autoparallel.planning.capture import captured_seq
+from autoparallel.planning.document_lengths import with_lengths
 from autoparallel.planning.objectives import plan_for
 from autoparallel.planning.routing import loads_of
 from autoparallel.runtime.profile.ops import own_name
@@ -129,7 +130,7 @@ def priced(
 ) -> tuple[Graph, Basis]:
     """Return a program's graph as pricing uses it, and the source of op times (measurements, if
     wanted, else specifications)."""
-    graph = priced_graph(program, compiled=options.compiled)
+    graph = priced_graph(with_lengths(program, options.lengths), compiled=options.compiled)
     basis = basis_for(cluster, options, target)
     if options.routing is not None:
         loads = loads_of(program, options.routing)

@@ -57,6 +57,8 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
         return _random(writer, node, args, kwargs)
     if not can_copy(function):
         raise unwritable(writer, node, f"{function.__name__} has no equal in plain PyTorch")
+    if "documents" in kwargs:
+        raise unwritable(writer, node, "attention within packed documents is not written")
     writer.uses.add(function.__name__)
     kwargs = {name: each for name, each in kwargs.items() if name not in ONLY_HERE}
     if "activation" in kwargs:

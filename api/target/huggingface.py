@@ -1,7 +1,7 @@
 """Hugging Face models as targets, made from their configuration; no weights are read.
 
-The setting ``lora`` freezes the model and adds adapters to some layers (``lora``); other settings
-are fields of the configuration.
+The setting ``lora`` freezes the model and adds adapters to some layers (``lora``), ``packed`` puts
+several documents into a sequence; other settings are fields of the configuration.
 
 ``hf:PATH_OR_NAME`` is a folder with a ``config.json``, or a name in the local cache. The class is
 the first of the configuration's ``architectures``; inputs and labels are random, chosen by the
@@ -11,6 +11,7 @@ names of its forward's arguments (``huggingface_batch``).
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from autoparallel.options.parse import did_you_mean
 from autoparallel.planner.errors import MachineError, UsageError
 from autoparallel.target.huggingface_batch import (
+    POSITIONS,
     BatchSpec,
     default_sequence,
     joins_towers,
@@ -43,6 +45,7 @@ def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
     config = _config(transformers, text)
     fields = dict(settings)
     adapters = parse_lora(fields.pop("lora")) if "lora" in fields else None
+    is_packed = fields.pop(PACKED, False)
     _apply_settings(config, fields, text)
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -54,13 +57,17 @@ def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
             where=text,
             fix="write a model file with build_model, example_batch and loss_fn around it",
         )
+    _check_packed(is_packed, model_class, text)
     return Target(
         name=text,
         build_model=lambda: _build(model_class, config, adapters),
-        example_batch=checked_batches(_example(model_class, config, text), text),
+        example_batch=checked_batches(_example(model_class, config, text, packed=is_packed), text),
         settings=dict(settings),
     )
 
+
+PACKED = "packed"
+"""Setting with which sequences hold several documents, whose positions are an input."""
 
 CAUSAL = re.compile("ForCausalLM|LMHeadModel")
 """Pattern of the names of classes that predict the next token."""
@@ -82,7 +89,7 @@ def target_config(target: Target) -> Any:
 def hub_config(name: str, settings: Mapping[str, Any]) -> Any:
     """Return the configuration of the ``hf:`` target ``name``, with ``settings`` applied."""
     config = _config(_transformers(), name)
-    fields = {field: value for field, value in settings.items() if field != "lora"}
+    fields = {name: value for name, value in settings.items() if name not in ("lora", PACKED)}
     _apply_settings(config, fields, name)
     return config
 
@@ -179,11 +186,30 @@ def _build(model_class: Any, config: Any, adapters: Lora | None) -> nn.Module:
     return model
 
 
+def _check_packed(value: Any, model_class: Any, text: str) -> None:
+    """Raise UsageError AP105 if ``value`` of the setting is not a bool, or the class takes no
+    positions."""
+    if not isinstance(value, bool):
+        raise UsageError(
+            "AP105",
+            f"the setting {PACKED} is {value!r}, not True or False",
+            where=text,
+            fix=f"--set {PACKED}=True",
+        )
+    if value and POSITIONS not in inspect.signature(model_class.forward).parameters:
+        raise UsageError(
+            "AP105",
+            f"{model_class.__name__} cannot be packed: its forward takes no {POSITIONS}",
+            where=text,
+            fix=f"leave the setting {PACKED} out",
+        )
+
+
 def _example(
-    model_class: Any, config: Any, text: str
+    model_class: Any, config: Any, text: str, *, packed: bool
 ) -> Callable[[int, int | None], dict[str, Tensor]]:
     def example_batch(global_batch: int, seq: int | None = None) -> dict[str, Tensor]:
         length = seq or default_sequence(config)
-        return make_batch(BatchSpec(model_class, config, global_batch, length), text)
+        return make_batch(BatchSpec(model_class, config, global_batch, length, packed), text)
 
     return example_batch

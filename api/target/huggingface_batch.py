@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 DEFAULT_SEQUENCE = 1024
 
+POSITIONS = "position_ids"
+"""Argument of a forward that takes the positions of tokens, which restart with each document."""
+
 TOKEN_TASKS = re.compile(
     r"For(CausalLM|MaskedLM|ConditionalGeneration|PreTraining|CTC|TokenClassification)"
     r"|LMHeadModel|WithLMHead|ForSpeechSeq2Seq|EncoderDecoderModel"
@@ -31,12 +34,14 @@ PARTS = ("text_config", "vision_config", "audio_config", "decoder", "encoder")
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """Random batch to make for a Hugging Face model class: ``rows`` rows of ``length`` tokens."""
+    """Random batch to make for a Hugging Face model class: ``rows`` rows of ``length`` tokens, of
+    several documents if they are ``packed``."""
 
     model_class: Any
     config: Any
     rows: int
     length: int
+    packed: bool = False
 
     @property
     def task(self) -> str:
@@ -96,6 +101,8 @@ def make_batch(wanted: BatchSpec, where: str) -> dict[str, Tensor]:
     if joins_towers(wanted.model_class):
         names += [name for name in INPUTS if name in taken and name != main]
     batch = {name: INPUTS[name](wanted) for name in names}
+    if wanted.packed:
+        batch[POSITIONS] = _positions(wanted)
     return batch | {name: LABELS[name](wanted) for name in label_names(wanted.model_class)}
 
 
@@ -117,6 +124,14 @@ def _tokens(wanted: BatchSpec) -> Tensor:
     if "MultipleChoice" in wanted.task:
         shape = (wanted.rows, NUM_CHOICES, wanted.length)
     return _integers(wanted.field("vocab_size"), *shape)
+
+
+def _positions(wanted: BatchSpec) -> Tensor:
+    """Make positions that restart with each of four documents."""
+    import torch
+
+    row = torch.arange(wanted.length, device="cpu") % max(1, wanted.length // 4)
+    return row.repeat(wanted.rows, 1)
 
 
 def _pixels(wanted: BatchSpec) -> Tensor:

@@ -1,4 +1,5 @@
-"""Text as batches for a causal language model: ``input_ids``, and equal ``labels``.
+"""Text as batches for a causal language model: ``input_ids``, equal ``labels``, and for packed
+documents ``position_ids``, which restart after each end token.
 
 In: a text file, JSON lines with a field ``text``, or a folder of ``.txt``. The model's tokenizer
 (bytes if its folder has none) turns texts into tokens, which are joined with end tokens and cut
@@ -23,8 +24,8 @@ import numpy as np
 
 from autoparallel.cache.plan_cache import default_folder
 from autoparallel.planner.errors import UsageError
-from autoparallel.target.huggingface import is_causal, model_place, target_config
-from autoparallel.target.huggingface_batch import field_of
+from autoparallel.target.huggingface import PACKED, is_causal, model_place, target_config
+from autoparallel.target.huggingface_batch import POSITIONS, field_of
 from autoparallel.target.target import Target
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def with_text(target: Target, place: str, worker: Worker) -> Target:
     UsageError AP864 if the target is no causal language model, AP865 if the text is unusable, and
     AP866 if a token is outside the model's vocabulary.
     """
-    vocabulary = _vocabulary(target)
+    vocabulary, end = _vocabulary(target), _end_of(target, place)
     is_maker = worker.local_rank == 0
     tokens = open_tokens(
         place,
@@ -75,7 +76,7 @@ def with_text(target: Target, place: str, worker: Worker) -> Target:
     )
 
     def build_data(rank: int, world: int, *, global_batch: int, seq: int, seed: int) -> Batches:
-        return PackedText(tokens, seq, seed, place).batches(rank, world, global_batch)
+        return PackedText(tokens, seq, seed, place, end).batches(rank, world, global_batch)
 
     return replace(target, build_data=build_data)
 
@@ -99,14 +100,45 @@ def _vocabulary(target: Target) -> int:
     return int(field_of(target_config(target), "vocab_size"))
 
 
+def _end_of(target: Target, place: str) -> int | None:
+    """Return the token that ends a document of packed ones; None if they are not packed. Raises
+    UsageError AP865 if the tokenizer has no such token."""
+    if target.settings.get(PACKED) is not True:
+        return None
+    for end in _encoder(model_place(target.name))[1]:
+        return end
+    raise UsageError(
+        "AP865",
+        "the documents of the text cannot be packed: the tokenizer has no end token",
+        where=place,
+        fix=f"leave the setting {PACKED} out, or copy the model's own tokenizer into its folder",
+    )
+
+
+def positions_of(tokens: Tensor, end: int) -> Tensor:
+    """Return the positions of ``tokens`` (rows, positions) within documents that end with ``end``.
+
+    >>> import torch
+    >>> positions_of(torch.tensor([[5, 5, 2, 5, 2, 2]]), end=2).tolist()
+    [[0, 1, 2, 0, 1, 0]]
+    """
+    import torch
+
+    places = torch.arange(tokens.shape[-1])
+    starts = torch.where(tokens.roll(1, -1) == end, places, 0)
+    return places - starts.cummax(-1).values
+
+
 @dataclass(frozen=True, slots=True)
 class PackedText:
-    """Data set of rows of ``seq`` consecutive tokens, in an order that changes every epoch."""
+    """Data set of rows of ``seq`` consecutive tokens, in an order that changes every epoch.
+    ``end``: token that ends a document, if positions restart with each."""
 
     tokens: Tokens
     seq: int
     seed: int
     place: str = ""
+    end: int | None = None
 
     def __post_init__(self) -> None:
         if not self.num_rows:
@@ -146,7 +178,8 @@ class PackedText:
             first = step * global_batch + rank * share
             rows = [self.row(position, order) for position in range(first, first + share)]
             tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
-            yield {"input_ids": tokens, "labels": tokens.clone()}
+            batch = {"input_ids": tokens, "labels": tokens.clone()}
+            yield batch if self.end is None else batch | {POSITIONS: positions_of(tokens, self.end)}
 
 
 def open_tokens(

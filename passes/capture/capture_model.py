@@ -19,6 +19,7 @@ from ..graph_passes.fused import SplitFused
 from ..graph_passes.grouped_heads import GroupHeads
 from ..graph_passes.hoist import Hoist
 from ..graph_passes.masks import SimplifyMasks
+from ..graph_passes.pack_documents import PackDocuments
 from ..graph_passes.rows import AlignRows
 from ..graph_passes.runner import Pass, check, run_passes
 from ..graph_passes.tokens import SplitTokens
@@ -47,6 +48,7 @@ PASSES: tuple[Pass, ...] = (
     Hoist(),
     AlignRows(),
     SimplifyMasks(),
+    PackDocuments(),
     GroupHeads(),
     SplitFused(),
     Unfold(),
@@ -126,9 +128,9 @@ def _program(model: nn.Module, exported: Exported, lowered: Lowered, way: _Optio
     into blocks (layers)."""
     graph, literals = lowered.graph, lowered.literals
     check(graph, "lower")
+    reading = AlignRows | SimplifyMasks | PackDocuments
     passes = tuple(
-        replace(one, buffers=literals) if isinstance(one, AlignRows | SimplifyMasks) else one
-        for one in PASSES
+        replace(one, buffers=literals) if isinstance(one, reading) else one for one in PASSES
     )
     casts = (Autocast(way.dtype),) if way.autocast else ()
     graph = with_stored(_with_batch(run_passes(graph, (*casts, *passes))), model)

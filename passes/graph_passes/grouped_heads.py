@@ -40,7 +40,7 @@ def _grouped(node: Node, nodes: Mapping[str, Node]) -> Node:
     ``node`` itself if it has a mask or no repeated heads."""
     if argument(node, 3, "attn_mask") is not None or is_grouped(node):
         return node
-    query, key, value = node.inputs
+    query, key, value = node.inputs[:3]
     unrepeated = [_unrepeated(each, nodes) for each in (key, value)]
     heads = [ref for ref in unrepeated if ref is not None]
     shapes = [_spec(ref, nodes).shape for ref in (query, key, *heads)]

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from ...planner.graph.graph import Graph, Node, Ref
+from ...planner.ops.case import argument, packet
+from ...planner.ops.catalog import spec_of
 from ..programs.constants import evaluate_constants
 
 
@@ -58,47 +60,75 @@ def conjunction_band(
         return evaluate_constants(graph, [ref.name], device="cpu", buffers=buffers)[ref.name]
 
     bands: list[Band] = []
-    for term in _terms(graph, name):
+    for term in terms(graph, name):
         operands = [arg for arg in term.args if isinstance(arg, Ref)]
         if term.op in COMPARISONS and all(can_evaluate(ref.name) for ref in operands):
             left, right = map(value, operands)
-            found = _comparison_band(COMPARISONS[term.op], left, right)
+            found = comparison_band(COMPARISONS[term.op], left, right)
         else:
             is_all = can_evaluate(term.name) and bool(value(Ref(term.name)).all())
-            found = ALL if is_all else None
+            is_whole = term.spec.shape[-2:] == graph[name].spec.shape[-2:]
+            found = ALL if is_all else _triangle_band(graph, term) if is_whole else None
         if found is None:
             return None
         bands.append(found)
-    return Band(_least(band.before for band in bands), _least(band.after for band in bands))
+    return Band(least(band.before for band in bands), least(band.after for band in bands))
 
 
-def _least(limits: Iterable[int | None]) -> int | None:
+def _triangle_band(graph: Graph, node: Node) -> Band | None:
+    """Return the band of a square of ones of which ``tril`` and ``triu`` keep parts with the
+    diagonal; None for another node."""
+    name, shape = packet(node.op), node.spec.shape
+    if name == "ones" or (name == "full" and argument(node, 1, "fill_value") == 1):
+        return ALL if shape[-1:] == shape[-2:-1] else None
+    if not (name == "tril" or name == "triu"):
+        return None
+    whole, diagonal = (
+        _triangle_band(graph, graph[node.inputs[0].name]),
+        argument(node, 1, "diagonal", 0),
+    )
+    after, before = (diagonal, None) if name == "tril" else (None, -diagonal)
+    if whole is None or min(after or 0, before or 0) < 0:
+        return None
+    return Band(least((whole.before, before)), least((whole.after, after)))
+
+
+def least(limits: Iterable[int | None]) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _terms(graph: Graph, name: str) -> Iterator[Node]:
+def terms(graph: Graph, name: str) -> Iterator[Node]:
     """Yield the nodes whose logical conjunction (broadcast) is the boolean mask ``name``."""
     node = graph[name]
-    if node.op == "aten.expand.default" or node.op in CONJUNCTIONS:
+    if node.op == "aten.expand.default" or node.op in CONJUNCTIONS or _adds_dims(graph, node):
         for ref in node.inputs:
-            yield from _terms(graph, ref.name)
+            yield from terms(graph, ref.name)
     else:
         yield node
 
 
-def _comparison_band(compare: Compare, left: Tensor, right: Tensor) -> Band | None:
+def _adds_dims(graph: Graph, node: Node) -> bool:
+    """Return whether a node adds dimensions of size 1 before the rows and columns of a mask."""
+    if not node.inputs or spec_of(node).form != "reshape":
+        return False
+    shapes = [graph.spec(node.inputs[0]).shape, node.spec.shape]
+    sizes = [[size for size in shape[:-2] if size != 1] for shape in shapes]
+    return shapes[0][-2:] == shapes[1][-2:] and len(shapes[0]) > 1 and sizes[0] == sizes[1]
+
+
+def comparison_band(compare: Compare, left: Tensor, right: Tensor) -> Band | None:
     """Return the band of the mask ``compare(left, right)``, where ``left`` and ``right`` are a
     vector over rows and a vector over columns; None if it is no band.
 
     >>> positions = torch.arange(4)
-    >>> _comparison_band(operator.ge, positions[:, None], positions[None, :]) == CAUSAL
+    >>> comparison_band(operator.ge, positions[:, None], positions[None, :]) == CAUSAL
     True
-    >>> _comparison_band(operator.gt, positions[:, None] + 4, positions[None, :]) == ALL
+    >>> comparison_band(operator.gt, positions[:, None] + 4, positions[None, :]) == ALL
     True
-    >>> _comparison_band(operator.gt, positions[None, :], positions[:, None] - 2)
+    >>> comparison_band(operator.gt, positions[None, :], positions[:, None] - 2)
     Band(before=1, after=None)
     """
-    matrices = [value.reshape(-1, *value.shape[-2:]) for value in (left, right)]
+    matrices = [value.reshape(-1, *((1, *value.shape)[-2:])) for value in (left, right)]
     if any(not torch.equal(each, each[:1].expand_as(each)) for each in matrices):
         return None  # it differs between sequences or heads
     left, right = (each[0] for each in matrices)

@@ -47,10 +47,9 @@ class SimplifyMasks:
 def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
     """Reduce constants with equal rows to one row, and replace causal attention masks by
     ``is_causal`` and masks that hide nothing by no mask."""
-    is_small = partial(can_evaluate, graph, buffers=buffers)
     for name in [node.name for node in graph.nodes if node.kind == "constant"]:
         if _masks_attention(graph, name) and graph[name].spec.dtype == "bool":
-            graph = _to_flags(graph, name, conjunction_band(graph, name, buffers, is_small))
+            graph = _to_flags(graph, name, _band_of_terms(graph, name, buffers))
     candidates = [
         node
         for node in graph.nodes
@@ -65,6 +64,21 @@ def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
             graph = _to_flags(graph, node.name, _band(value))
         graph = _to_row(graph, graph[node.name], value)
     return graph
+
+
+def band_of_constant(graph: Graph, name: str, buffers: Mapping[str, Tensor]) -> Band | None:
+    """Return the band of the boolean constant ``name``; None if it is no band, or not known."""
+    rank = len(graph[name].spec.shape)
+    found = _band_of_terms(graph, name, buffers) if rank > 1 else None
+    if found is None and can_evaluate(graph, name, buffers):
+        value = evaluate_constants(graph, [name], device="cpu", buffers=buffers)[name]
+        return _band(value) if rank > 1 else ALL if bool(value.all()) else None
+    return found
+
+
+def _band_of_terms(graph: Graph, name: str, buffers: Mapping[str, Tensor]) -> Band | None:
+    is_small = partial(can_evaluate, graph, buffers=buffers)
+    return conjunction_band(graph, name, buffers, is_small)
 
 
 def has_equal_rows(graph: Graph, name: str, dim: int, buffers: Mapping[str, Tensor]) -> bool:
@@ -93,10 +107,10 @@ def _batch_sized(node: Node, batch_size: int) -> bool:
 
 
 def _masks_attention(graph: Graph, name: str) -> bool:
-    return any(_mask_of(graph[user]) == Ref(name) for user in graph.users[name])
+    return any(mask_of(graph[user]) == Ref(name) for user in graph.users[name])
 
 
-def _mask_of(node: Node) -> Any:
+def mask_of(node: Node) -> Any:
     if node.op != SDPA:
         return None
     return node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
@@ -111,9 +125,9 @@ def _to_flags(graph: Graph, name: str, band: Band | None) -> Graph:
     window = 0 if band.before is None or band.before >= length - 1 else band.before + 1
     if window and (band.after is None or 2 * window > length):
         return graph
-    users = [user for user in graph.users[name] if _mask_of(graph[user]) == Ref(name)]
+    users = [user for user in graph.users[name] if mask_of(graph[user]) == Ref(name)]
     changed = {
-        user: _without_mask(graph[user], causal=band.after == 0, window=window) for user in users
+        user: without_mask(graph[user], causal=band.after == 0, window=window) for user in users
     }
     return replace(graph, nodes=tuple(changed.get(node.name, node) for node in graph.nodes))
 
@@ -149,7 +163,7 @@ def _band(mask: Tensor) -> Band | None:
     return Band(None if before == last else before, None if after == last else after)
 
 
-def _without_mask(node: Node, *, causal: bool, window: int) -> Node:
+def without_mask(node: Node, *, causal: bool, window: int) -> Node:
     args = (*node.args[:3],)
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     was_causal = bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False))
@@ -217,7 +231,7 @@ def _broadcasts(graph: Graph, user: Node, name: str, row: TensorSpec) -> bool:
     """Return whether ``user`` has the same result if its input ``name`` is reduced to shape
     ``row``."""
     if user.op == SDPA:
-        return _mask_of(user) == Ref(name) and user.inputs.count(Ref(name)) == 1
+        return mask_of(user) == Ref(name) and user.inputs.count(Ref(name)) == 1
     if not is_pointwise(user.op):
         return False
     shapes = [row.shape if r.name == name else graph.spec(r).shape for r in user.inputs]

@@ -55,7 +55,7 @@ def _may_align(node: Node, graph: Graph) -> bool:
     if not (isinstance(rows, Ref) and isinstance(other, Ref)):
         return False
     is_batch = graph.spec(node.args[0]).shape[0] == graph.batch_size == node.spec.shape[0]
-    return is_batch and graph.batch_size > 1 and graph.spec(other).dtype in ("int64", "int32")
+    return is_batch and graph.spec(other).dtype in ("int64", "int32")
 
 
 def _aligned(node: Node, graph: Graph, buffers: Mapping[str, Tensor]) -> tuple[Node, ...]:
@@ -68,6 +68,8 @@ def _aligned(node: Node, graph: Graph, buffers: Mapping[str, Tensor]) -> tuple[N
     if found is None or not torch.equal(found.expand(shape), wanted.expand(shape)):
         return (node,)
     value = _value(graph, other, buffers)
+    if value is None and graph.batch_size == 1:
+        return (node,)
     if value is None:
         return _gathered(node, graph, other, tuple(shape))
     value = value.expand(shape)
@@ -75,7 +77,7 @@ def _aligned(node: Node, graph: Graph, buffers: Mapping[str, Tensor]) -> tuple[N
         return (node,)
     if torch.equal(value[0].flatten(), torch.arange(graph.spec(node.args[0]).shape[1])):
         return (replace(node, op="aten.reshape.default", args=(node.args[0], node.spec.shape)),)
-    return _indexed(node, graph, other, len(shape))
+    return (node,) if graph.batch_size == 1 else _indexed(node, graph, other, len(shape))
 
 
 def _value(graph: Graph, ref: Ref, buffers: Mapping[str, Tensor]) -> Tensor | None:

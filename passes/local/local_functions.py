@@ -92,7 +92,7 @@ def grouped_attention(
         key, value = (each.narrow(-3, first, number) for each in (key, value))
     if ring:
         return ring_attention(rank, query, key, value, ring=ring, **options)
-    count = query.shape[-3] // key.shape[-3]
+    count = 1 if "documents" in options else query.shape[-3] // key.shape[-3]
     if count > 1 and query.dtype.itemsize > 2:
         key, value = (each.repeat_interleave(count, -3) for each in (key, value))
     elif count > 1:
@@ -100,7 +100,7 @@ def grouped_attention(
     if balanced:
         named = {"axes": axes, "balanced": balanced}
         return balanced_causal_attention(rank, query, key, value, **named, **options)
-    if axes or "window" in options:
+    if axes or not options.keys().isdisjoint(("window", "documents")):
         return split_causal_attention(rank, query, key, value, axes=axes, **options)
     return functional.scaled_dot_product_attention(query, key, value, **options)
 

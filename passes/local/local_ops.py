@@ -23,7 +23,7 @@ from torch import Tensor
 from ...planner.errors import PlanError
 from ...planner.graph.graph import Node, Ref, TensorSpec, map_refs
 from ...planner.graph.layout import NodeLayout, balanced_axes, is_halved, local_region
-from ...planner.ops.attention import ring_axes, window_of
+from ...planner.ops.attention import ring_axes
 from ...planner.ops.catalog import spec_of
 from ...planner.ops.experts import column_order
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
@@ -219,12 +219,11 @@ def _attention(op: LocalOp) -> Call:
     dim, ring = len(op.global_shape("query")) - 2, ring_axes(op.layout)
     axes = op.axes("query", dim) if op["is_causal"] and not ring else ()
     is_grouped = op["enable_gqa"] and op["attn_mask"] is None
-    window = window_of(op.node)
-    if not (axes or ring or is_grouped or window):
+    limits = {name: op[name] for name in ("window", "documents") if name in op.node.kwargs}
+    if not (axes or ring or is_grouped or limits):
         return op.call()
-    options = {name: op[name] for name in (("scale",) if window else ("dropout_p", "scale"))}
-    options |= {"axes": axes} if axes or window else {"is_causal": op["is_causal"]}
-    options |= {"window": window} if window else {}
+    options = {name: op[name] for name in (("scale",) if limits else ("dropout_p", "scale"))}
+    options |= {"axes": axes, **limits} if axes or limits else {"is_causal": op["is_causal"]}
     function: Callable[..., Tensor] = split_causal_attention
     if ring:
         function, options["ring"] = ring_attention, ring

@@ -12,12 +12,14 @@ groups. For all others, as in float64 on a GPU, the scores are written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 aten = torch.ops.aten
 
@@ -38,7 +40,7 @@ def attend(
 ) -> Attended:
     """Compute attention to a part of the keys. With ``is_causal`` the queries are at the positions
     of the keys, as many of them, and see these up to their own."""
-    kernel = _kernel_of(query, key, value)
+    kernel = kernel_of(query, key, value)
     if kernel == "cpu":
         return Attended(
             *aten._scaled_dot_product_flash_attention_for_cpu.default(
@@ -50,7 +52,7 @@ def attend(
             query, key, value, 0.0, is_causal, scale=scale
         )
         return Attended(*found[:2])
-    key, value = _for_each_head(query, key, value)
+    key, value = for_each_head(query, key, value)
     if kernel == "efficient":
         out, statistic, *_ = aten._scaled_dot_product_efficient_attention.default(
             query, key, value, None, True, 0.0, is_causal, scale=scale
@@ -74,7 +76,7 @@ def attend_backward(
     """Return the gradients of queries, keys and values, ``inputs``, through their scores alone.
     ``gradient``: of the results; ``whole``: results and statistics of all keys."""
     query, key, value = inputs
-    kernel = _kernel_of(query, key, value)
+    kernel = kernel_of(query, key, value)
     options: dict[str, Any] = {"scale": scale}
     if kernel == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -98,7 +100,7 @@ def attend_backward(
                 **options,
             )
         )
-    heads = _for_each_head(query, key, value)
+    heads = for_each_head(query, key, value)
     if kernel == "efficient":
         backward = aten._scaled_dot_product_efficient_attention_backward.default
         rows = query.shape[-2]
@@ -120,7 +122,44 @@ def attend_backward(
     return of_query, *summed
 
 
-def _kernel_of(query: Tensor, key: Tensor, value: Tensor) -> str:
+def merge(whole: Attended, part: Attended, first: int) -> None:
+    """Merge the results of a part of the keys, for the queries from number ``first`` on, into
+    ``whole``, whose results are in the dtype of statistics."""
+    out, statistic = whole.out[..., first:, :], whole.statistic[..., first:]
+    share = torch.sigmoid(part.statistic - statistic).unsqueeze(-1)
+    out.lerp_(part.out.to(out.dtype), share)
+    statistic.copy_(torch.logaddexp(statistic, part.statistic))
+
+
+class AttentionInParts(torch.autograd.Function):
+    """Autograd function of attention in parts, by an object with ``attend`` and ``backward``. A
+    recomputed block that keeps the results of attention keeps its results, and runs no part
+    again."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        found = computed_once(lambda: parts.attend(query, key, value))
+        ctx.parts = parts
+        ctx.save_for_backward(query, key, value, *found)
+        out: Tensor = found[0]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *whole = ctx.saved_tensors
+        return None, *ctx.parts.backward(gradients[0], (query, key, value), Attended(*whole))
+
+
+def computed_once(compute: Callable[[], Any]) -> Any:
+    """Return the results of ``compute``, a part of a forward. If the forward is repeated in the
+    backward by a mode that keeps results of expensive kernels, they are those of the first run."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if hasattr(mode, "once"):
+            return mode.once(compute)
+    return compute()
+
+
+def kernel_of(query: Tensor, key: Tensor, value: Tensor) -> str:
     """Return the kernel for tensors of these shapes and this dtype: "cpu", "flash", "efficient" or
     "written"."""
     if not (query.numel() and key.numel()):
@@ -137,7 +176,7 @@ def _kernel_of(query: Tensor, key: Tensor, value: Tensor) -> str:
     return "efficient" if is_aligned and query.dtype != torch.float64 else "written"
 
 
-def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     count = query.shape[-3] // key.shape[-3]
     if count == 1:
         return key, value

@@ -2,6 +2,9 @@
 
 ``autoparallel::lower_right_attention`` takes the last queries, ``balanced_attention`` two runs:
 each half of its queries is aligned to an end of its own among the keys.
+``autoparallel::scaled_dot_product_attention`` is torch's op with two more arguments: with
+``window`` query i sees the keys j with i - window < j <= i, with ``documents`` the keys whose ids
+in this tensor are its own; its queries are the last of the keys' positions.
 
 With L queries and S keys, query i sees the keys up to S - L + i: the mask is aligned to its lower
 right corner, where ``is_causal`` of PyTorch's attention aligns it to the upper left one. On a GPU
@@ -18,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from .documents import document_attention
 from .windowed import windowed_attention
 
 _NAME = "autoparallel::lower_right_attention"
@@ -94,13 +98,52 @@ def split_in_half(query: Tensor) -> tuple[Tensor, ...]:
 
 
 def attend_upto(
-    end: int, query: Tensor, key: Tensor, value: Tensor, *, window: int = 0, **options: Any
+    end: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int = 0,
+    documents: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Compute causal attention of queries, the last of which is at position ``end`` - 1 among the
     keys. Keys from ``end`` on are cut off, as no query sees them. ``window``: number of keys that a
-    query sees, if not all."""
+    query sees, if not all; ``documents``: see ``documents``."""
+    if documents is not None:
+        options.pop("enable_gqa", None)
+        given = query, key, value, documents
+        return document_attention(*given, end=end, window=window, **options)
     key, value = (each.narrow(-2, 0, end) for each in (key, value))
     if window:
         return windowed_attention(query, key, value, window=window, **options)
     result: Tensor = torch.ops.autoparallel.lower_right_attention(query, key, value, **options)
     return result
+
+
+_LIMITED = "autoparallel::scaled_dot_product_attention"
+torch.library.define(
+    _LIMITED,
+    "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
+    "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, int window=0, "
+    "Tensor? documents=None) -> Tensor",
+)
+
+
+@torch.library.impl(_LIMITED, "CompositeImplicitAutograd")
+def _attention_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Compute ``attend_upto`` for the queries at the last positions; attention is causal, without a
+    mask and without dropout."""
+    if attn_mask is not None or dropout_p or not is_causal:
+        raise ValueError(
+            "attention with a window or documents is causal, without a mask and without dropout"
+        )
+    return attend_upto(key.shape[-2], query, key, value, **options)

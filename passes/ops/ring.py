@@ -16,17 +16,15 @@ second; of the others, the queries of the second chunk see both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...planner.graph.layout import Mesh
-from .attention_parts import Attended, attend, attend_backward
+from .attention_parts import Attended, AttentionInParts, attend, attend_backward, merge
 from .collectives import Alone, Communicator, Parts, Rank, Running, swap
 from .lower_right import split_in_half
 
@@ -57,7 +55,8 @@ def ring_attention(
     own = tuple(each.reshape(-1, *each.shape[-3:]) for each in (query, key, value))
     if is_causal:
         own = (*swapped(rank, axis, own[0]), *swapped(rank, axis, *own[1:]))
-    made: Tensor = RingAttention.apply(Ring(rank, axis, scale, is_causal), *own)  # type: ignore[no-untyped-call]
+    whole = Ring(rank, axis, scale, is_causal)
+    made: Tensor = AttentionInParts.apply(whole, *own)  # type: ignore[no-untyped-call]
     result = swapped_back(rank, axis, made) if is_causal else made
     return result.view(*query.shape[:-1], value.shape[-1])
 
@@ -184,42 +183,6 @@ def _cut(moved: Tensor, key: Tensor, value: Tensor, end: int) -> tuple[Tensor, T
     ``value`` have their shapes."""
     keys, values = torch.split(moved, [key.numel(), value.numel()])
     return keys.view(key.shape)[..., :end, :], values.view(value.shape)[..., :end, :]
-
-
-def merge(whole: Attended, part: Attended, first: int) -> None:
-    """Merge the results of a part of the keys, for the queries from number ``first`` on, into
-    ``whole``, whose results are in the dtype of statistics."""
-    out, statistic = whole.out[..., first:, :], whole.statistic[..., first:]
-    share = torch.sigmoid(part.statistic - statistic).unsqueeze(-1)
-    out.lerp_(part.out.to(out.dtype), share)
-    statistic.copy_(torch.logaddexp(statistic, part.statistic))
-
-
-class RingAttention(torch.autograd.Function):
-    """Autograd function of ``Ring``. A recomputed block that keeps the results of attention keeps
-    its results, and sends nothing again."""
-
-    @staticmethod
-    def forward(ctx: Any, ring: Ring, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        found = computed_once(lambda: ring.attend(query, key, value))
-        ctx.ring = ring
-        ctx.save_for_backward(query, key, value, *found)
-        out: Tensor = found[0]
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *whole = ctx.saved_tensors
-        return None, *ctx.ring.backward(gradients[0], (query, key, value), Attended(*whole))
-
-
-def computed_once(compute: Callable[[], Any]) -> Any:
-    """Return the results of ``compute``, a part of a forward. If the forward is repeated in the
-    backward by a mode that keeps results of expensive kernels, they are those of the first run."""
-    for mode in reversed(_get_current_dispatch_mode_stack()):
-        if hasattr(mode, "once"):
-            return mode.once(compute)
-    return compute()
 
 
 class _Still(Alone):

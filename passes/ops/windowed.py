@@ -1,25 +1,15 @@
 """Causal attention in which a position sees a window of positions, in time that grows with it.
 
-``autoparallel::scaled_dot_product_attention`` is torch's op with one more argument, ``window``:
-query i sees the keys j with i - window < j <= i. The queries are the last of the keys' positions.
+Query i sees the keys j with i - window < j <= i. The queries are the last of the keys' positions.
 They are attended in chunks as long as a window, each with the keys of two chunks, by torch's own
 kernels under a mask of one chunk; no mask of all positions is written.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-_NAME = "autoparallel::scaled_dot_product_attention"
-torch.library.define(
-    _NAME,
-    "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
-    "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, int window) -> Tensor",
-)
 
 
 def windowed_attention(
@@ -51,22 +41,6 @@ def windowed_attention(
         shape = (query.shape[0], -1, *found.shape[1:])
         parts.append(found.view(shape).transpose(1, 2).flatten(2, 3))
     return torch.cat(parts, -2)
-
-
-@torch.library.impl(_NAME, "CompositeImplicitAutograd")
-def _attention_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    """Compute ``windowed_attention``; it is causal, without a mask and without dropout."""
-    if attn_mask is not None or dropout_p or not is_causal:
-        raise ValueError("attention with a window is causal, without a mask and without dropout")
-    return windowed_attention(query, key, value, **options)
 
 
 def _chunks(rows: Tensor, length: int, step: int) -> Tensor:

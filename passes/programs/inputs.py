@@ -2,7 +2,9 @@
 
 Float inputs are standard normal. Integer inputs are uniform below the smallest bound of the ops
 they reach (rows of an embedding, classes of a loss), through views, slices and other ops that keep
-integers. Inputs without a bound count as masks: all ones.
+integers. Inputs that say which documents are packed into a sequence give four documents or fewer of
+random lengths: as numbers of documents, or as positions that restart at 0 with each document. Other
+inputs without a bound count as masks: all ones.
 """
 
 from __future__ import annotations
@@ -10,7 +12,12 @@ from __future__ import annotations
 import torch
 
 from ...planner.graph.graph import Graph, Node, Ref
+from ...planner.ops.attention import is_packed
+from ...planner.ops.case import packet
 from ...planner.ops.catalog import spec_of
+
+NUM_STARTS = 3
+"""Starts of documents drawn in each sequence, beside its own."""
 
 _INDEX_DTYPES = ("int64", "int32", "int16", "uint8")
 
@@ -46,17 +53,50 @@ def _bound(graph: Graph, node: Node, position: int) -> int | None:
     return bound(node, [graph.spec(ref) for ref in node.inputs])
 
 
+def document_inputs(graph: Graph) -> dict[str, str]:
+    """Return the inputs that attention's ids of packed documents come from, by name: "ids" or
+    "positions". An input that is used as an index, too, is one only if it is these ids or if its
+    differences make them: ids may also be counted from tokens."""
+    found: dict[str, str] = {}
+    bounds = integer_bounds(graph)
+    pending = [(node.kwargs["documents"], "ids") for node in graph if is_packed(node)]
+    while pending:
+        ref, kind = pending.pop()
+        node = graph[ref.name]
+        if node.kind == "input" and (kind or node.name not in bounds):
+            found[node.name] = kind or "positions"
+        elif packet(node.op) == "diff":
+            kind = "positions"
+        elif kind == "ids" and spec_of(node).form != "reshape":
+            kind = ""
+        pending += [(each, kind) for each in node.inputs]
+    return found
+
+
+def _drawn_documents(shape: tuple[int, ...], kind: str, generator: torch.Generator) -> torch.Tensor:
+    """Draw documents for sequences along the last dimension of ``shape``."""
+    length = shape[-1]
+    starts = torch.randint(length, (*shape[:-1], NUM_STARTS, 1), generator=generator)
+    places = torch.arange(length)
+    is_later = starts <= places
+    return is_later.sum(-2) if kind == "ids" else places - (starts * is_later).amax(-2)
+
+
 def random_batch(graph: Graph, *, seed: int, dtype: str | None = None) -> dict[str, torch.Tensor]:
     """Return random tensors for the graph's inputs by name, equal for equal seeds. ``dtype``
     replaces the dtype of floating inputs."""
     generator = torch.Generator().manual_seed(seed)
-    bounds = integer_bounds(graph)
+    bounds, documents = integer_bounds(graph), document_inputs(graph)
     batch = {}
     for node in graph.inputs:
         spec = node.spec
         if "float" in spec.dtype:
             values = torch.randn(spec.shape, generator=generator, dtype=torch.float64)
             batch[node.name] = values.to(getattr(torch, dtype or spec.dtype))
+        elif node.name in documents:
+            drawn = _drawn_documents(spec.shape, documents[node.name], generator)
+            drawn %= bounds.get(node.name, spec.shape[-1])
+            batch[node.name] = drawn.to(getattr(torch, spec.dtype))
         elif node.name in bounds:
             batch[node.name] = torch.randint(
                 bounds[node.name], spec.shape, generator=generator, dtype=getattr(torch, spec.dtype)

@@ -6,8 +6,9 @@ an op that takes no time by itself.
 
 The call is the call that ``passes.local.local_ops`` makes of the node, with the arguments of
 ``OpSpec.local``. A causal attention over a part of the positions is measured as the last part, the
-slowest. If that pass replaces the op by a function of this package (a split vocabulary), the
-original op is measured at the same local shapes.
+slowest, and attention within packed documents as that of whole sequences. If that pass replaces the
+op by a function of this package (a split vocabulary), the original op is measured at the same local
+shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from ...cost_model.profile.case import OpCase, ProfileError, TensorCase, canonical
 from ..graph.graph import Node, map_refs
-from ..ops.attention import is_lower_right
+from ..ops.attention import is_lower_right, unpacked
 from ..ops.case import Specs, argument
 from ..ops.catalog import spec_of
 from ..ops.work import Work
@@ -36,6 +37,7 @@ def op_case(
     """
     if not (work.flops_forward or work.bytes_forward or work.flops_backward or work.bytes_backward):
         return None
+    node, inputs = unpacked(node, inputs)
     op, given = _renamed(node.op), _localized(node, inputs, outputs)
     if inputs and is_lower_right(node, inputs[0]):
         op, given = _LOWER_RIGHT, _lower_right(node)

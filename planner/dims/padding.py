@@ -3,8 +3,9 @@
 In: a graph. Out: the padding of each input that leaves the loss and all gradients as they are for
 the shorter sequences. This holds if
 
-- no position depends on a later one, as sequence slices
-  require, too (``sequence_places``), and nothing divides by the number of positions;
+- no position depends on a later one, as sequence slices require, too (``sequence_places``), and
+  nothing divides by the number of positions; then it does not matter either which of the earlier
+  positions the padding sees, within its window or as a document of its own;
 - the loss adds up over positions and ignores positions with certain targets; padding gets such a
   target. A mean then is over the targets that count (``Graph.accumulation``).
 
@@ -41,7 +42,7 @@ def find_padding(graph: Graph) -> tuple[int, Mapping[str, Padding]]:
     Raises PlanError AP560 if padding would change the result.
     """
     try:
-        places = find_places(graph)
+        places = find_places(graph, in_slices=False)
     except PlanError as error:
         raise _refused(
             error.what.replace("run on slices of sequences", "be padded"), error.why, error.where

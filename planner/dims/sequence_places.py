@@ -20,9 +20,9 @@ from ..graph.graph import Graph, Node, Ref
 from ..graph.layout import AxisStrategy, shard
 from ..graph.positions import Dims, position_dims
 from ..ops import axis_strategies
-from ..ops.attention import is_attention, window_of
-from ..ops.case import argument
-from ..ops.catalog import has_classes, spec_of
+from ..ops.attention import is_attention, is_packed, window_of
+from ..ops.case import argument, packet
+from ..ops.catalog import has_classes, is_pointwise, spec_of
 
 _NONE, MEAN = 0, 1
 
@@ -61,13 +61,15 @@ class SeqDim:
 class SeqDims:
     """Sequence positions in the values of a graph; sequences have ``length`` positions.
 
-    ``places``: values that are computed slice by slice. ``cut``: inputs, by node and argument
+    ``in_slices``: whether a rank computes slices, and not only fewer positions. ``places``: values
+    that are computed slice by slice. ``cut``: inputs, by node and argument
     position, that are computed whole and cut to the slice. ``sums``: ops whose results add up over
     slices; ``means``: of these, the ops that divide by their rows. ``attention``: fused causal
     attention ops. ``written``: attentions of several ops, by each of their nodes.
     """
 
     length: int = 0
+    in_slices: bool = True
     places: dict[Ref, SeqDim] = field(default_factory=dict)
     cut: dict[tuple[str, int], SeqDim] = field(default_factory=dict)
     sums: set[str] = field(default_factory=set)
@@ -76,10 +78,11 @@ class SeqDims:
     written: dict[str, WrittenAttention] = field(default_factory=dict)
 
 
-def find_places(graph: Graph) -> SeqDims:
+def find_places(graph: Graph, *, in_slices: bool = True) -> SeqDims:
     """Find the sequence positions in all values of a graph. Raises PlanError AP548 if computing the
-    sequence in slices would change the result."""
-    found = SeqDims()
+    sequence in slices would change the result. Without ``in_slices`` it is only cut off at the end,
+    which attention allows with windows and packed documents, too."""
+    found = SeqDims(in_slices=in_slices)
     if graph.updates:
         raise _mixes(graph[next(iter(graph.updates.values())).name], "it changes a buffer")
     for each in find_written(graph):
@@ -114,7 +117,7 @@ def _follow(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> None:
     elif spec.is_counted:
         _follow_counted(found, graph, node, places)
     elif is_attention(node):
-        _follow_attention(found, node, places)
+        _follow_attention(found, graph, node, places)
     elif spec.form == "reshape" and len(refs) == 1:
         found.places[Ref(node.name)] = _viewed(graph, node, places[0])
     elif packet == "aten.cat" and _is_alone(graph, node, places):
@@ -167,13 +170,17 @@ def _follow_sum(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, S
     raise _mixes(node, "it is not linear in a sum over positions")
 
 
-def _follow_attention(found: SeqDims, node: Node, places: Mapping[int, SeqDim]) -> None:
+def _follow_attention(
+    found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]
+) -> None:
     if argument(node, 3, "attn_mask", None) is not None or not argument(
         node, 5, "is_causal", False
     ):
         raise _mixes(node, "its attention is not causal: positions see later ones")
-    if window_of(node):
-        raise _mixes(node, "its attention has a window")
+    if found.in_slices and (window_of(node) or is_packed(node)):
+        raise _mixes(node, "its attention has a window or packed documents")
+    if is_packed(node) and not _looks_back(graph, node.inputs[3], found.length):
+        raise _mixes(node, "its documents may depend on later positions")
     if argument(node, 4, "dropout_p", 0.0):
         raise _mixes(node, "its random numbers are not counted")
     dim = len(node.spec.shape) - 2
@@ -182,6 +189,24 @@ def _follow_attention(found: SeqDims, node: Node, places: Mapping[int, SeqDim]) 
         raise _mixes(node, "its queries, keys and values are not along the same positions")
     found.attention.append(node.name)
     found.places[Ref(node.name)] = whole
+
+
+def _looks_back(graph: Graph, ref: Ref, length: int) -> bool:
+    """Return whether integers along ``length`` positions, the last dimension, are known to depend
+    on no later position of the inputs: they are inputs, or computed entry by entry or as running
+    sums or differences."""
+    node, shape = graph[ref.name], graph.spec(ref).shape
+    name, form, last = packet(node.op), spec_of(node).form, len(shape) - 1
+    if name == "slice":
+        is_known = not argument(node, 2, "start", None)
+    elif name == "cumsum" or name == "diff":
+        dim = argument(node, 1 + (name == "diff"), "dim", -1)
+        is_known = dim in (-1, last) and shape[last] == length
+        is_known = is_known and argument(node, 4, "append") is None
+        is_known = is_known and graph.spec(node.inputs[0]).shape == shape
+    else:
+        is_known = node.kind != "op" or is_pointwise(name) or form == "reshape" or form == "expand"
+    return is_known and all(_looks_back(graph, each, length) for each in node.inputs)
 
 
 def _follow_written(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:

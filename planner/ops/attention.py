@@ -59,6 +59,10 @@ BALANCED_RING = "autoparallel.balanced_ring_attention.default"
 """Ops of one rank's part of ring attention, without and with causality, whose fourth argument is
 the number of ranks (``passes.ops.ring``)."""
 
+DOCUMENT_LENGTH = "document_length"
+"""Argument of attention within packed documents, for prices alone: the mean length of a document.
+Ops do not take it."""
+
 _BACKWARD = 2.5
 
 
@@ -85,6 +89,48 @@ def window_of(node: Node) -> int:
     return int(node.kwargs.get("window", 0))
 
 
+def is_packed(node: Node) -> bool:
+    """Return whether a node is attention within documents that are packed into sequences, whose ids
+    are its last input (``passes.ops.documents``)."""
+    return node.kind == "op" and "documents" in node.kwargs
+
+
+def unpacked(node: Node, inputs: Specs) -> tuple[Node, Specs]:
+    """Return a node and its inputs; for attention within packed documents, attention of whole
+    sequences, or of the mean length of a document if it is known. It has a window only if that is
+    at most half of them."""
+    if not is_packed(node):
+        return node, inputs[: len(node.inputs)]
+    node, inputs = _in_documents(node, inputs[:3])
+    is_narrow = 0 < 2 * window_of(node) <= inputs[1].shape[-2]
+    left_out = ("documents",) if is_narrow else ("documents", "window")
+    kwargs = {name: value for name, value in node.kwargs.items() if name not in left_out}
+    op = node.op if is_narrow else f"aten.{ATTENTION.name}.default"
+    return replace(node, op=op, kwargs=kwargs), inputs
+
+
+def _in_documents(node: Node, inputs: Specs) -> tuple[Node, Specs]:
+    """Return attention in which each document is a row of a batch, if their length is known. A rank
+    with a part of a document has its last queries."""
+    length = int(node.kwargs.get(DOCUMENT_LENGTH, 0))
+    if not length:
+        return node, inputs
+    query, key = (spec.shape for spec in inputs[:2])
+    number = max(1, query[-2] // length)
+    rows = query[-2] // number
+    columns = min(key[-2], max(rows, length))
+
+    def cut(spec: TensorSpec, positions: int) -> TensorSpec:
+        return replace(
+            spec, shape=(spec.shape[0] * number, *spec.shape[1:-2], positions, spec.shape[-1])
+        )
+
+    kwargs = {name: value for name, value in node.kwargs.items() if name != DOCUMENT_LENGTH}
+    outputs = tuple(cut(spec, columns) for spec in node.outputs)
+    made = replace(node, kwargs=kwargs, outputs=outputs)
+    return made, tuple(map(cut, inputs, (rows, columns, columns)))
+
+
 def _keys_seen(node: Node, inputs: Specs) -> int:
     """Return the number of keys that each query is multiplied with: all of them, or with a window
     those of two chunks (``passes.ops.windowed``)."""
@@ -105,9 +151,9 @@ def _copied_heads_bytes(node: Node, inputs: Specs) -> int:
 def grouped_strategies(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
     """Return the strategy ``OF_GROUPS`` if the axis has several ranks for each head of keys: these
     ranks read the same head, for different heads of queries."""
-    if not is_grouped(case.node) or len(case.inputs) != 3 or axis_size == 1:
+    if not is_grouped(case.node) or not _is_unmasked(case) or axis_size == 1:
         return ()
-    query, key, _ = (spec.shape[-3] for spec in case.inputs)
+    query, key = (spec.shape[-3] for spec in case.inputs[:2])
     is_shared = 1 < key < axis_size and axis_size % key == 0 and query % axis_size == 0
     if not is_shared or case.argument(4, "dropout_p", 0.0):
         return ()
@@ -116,19 +162,25 @@ def grouped_strategies(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
     return (AxisStrategy(OF_GROUPS, (split, *held), (split,)),)
 
 
+def _is_unmasked(case: Case) -> bool:
+    """Return whether the inputs of an attention are queries, keys, values, and ids of packed
+    documents if it has these."""
+    return len(case.inputs) == 3 + is_packed(case.node)
+
+
 def _is_self_attention(case: Case) -> bool:
     """Return whether a case is attention without mask, window and dropout of equally many queries
     and keys."""
-    if not is_attention(case.node) or window_of(case.node) or len(case.inputs) != 3:
+    if not is_attention(case.node) or window_of(case.node) or not _is_unmasked(case):
         return False
-    query, key, _ = case.inputs
+    query, key = case.inputs[:2]
     return query.shape[-2] == key.shape[-2] and not case.argument(4, "dropout_p", 0.0)
 
 
 def ring_strategies(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
     """Return the strategy ``RING`` of attention of a sequence to itself, if the axis divides its
     positions; with causality a rank must have two or more."""
-    if axis_size == 1 or case.rank < 3 or not _is_self_attention(case):
+    if axis_size == 1 or case.rank < 3 or not _is_self_attention(case) or is_packed(case.node):
         return ()
     query, key, value = case.inputs
     length, left = divmod(query.shape[-2], axis_size)
@@ -188,7 +240,8 @@ def _kept_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     if writes_scores(node, inputs):
         factors = sum(spec.numel for spec in inputs[:3])
         return (factors + num_scores(inputs)) * statistic
-    copied = _copied_heads_bytes(node, inputs)
+    copied = 0 if is_packed(node) else _copied_heads_bytes(node, inputs)
+    node, inputs = unpacked(node, inputs)
     if window_of(node) and _keys_seen(node, inputs) < inputs[1].shape[-2]:
         copied = _chunk_bytes(inputs, outputs)
     return copied + prod(outputs[0].shape[:-1]) * statistic
@@ -211,6 +264,7 @@ def _balanced_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
 
 def _products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
     """Return (batch · heads, queries, keys, head size) of each kernel, forward and backward."""
+    node, inputs = unpacked(node, inputs)
     query, key = inputs[:2]
     own = _own_product(inputs)
     seen = _keys_seen(node, inputs)
@@ -234,6 +288,7 @@ def _halves(node: Node, query: TensorSpec) -> tuple[Product, ...]:
 
 
 def _flops(node: Node, inputs: Specs, outputs: Specs, wanted: Sequence[int]) -> tuple[int, int]:
+    node, inputs = unpacked(node, inputs)
     query, key = inputs[:2]
     pairs = prod(query.shape[:-1]) * _keys_seen(node, inputs)
     is_causal = bool(argument(node, 5, "is_causal", False)) and not window_of(node)

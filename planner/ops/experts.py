@@ -45,7 +45,13 @@ from ..graph.layout import (
     Placement,
     shard,
 )
-from .attention import BALANCED_ATTENTION, BALANCED_RING, RING_ATTENTION, ring_axes
+from .attention import (
+    BALANCED_ATTENTION,
+    BALANCED_RING,
+    DOCUMENT_LENGTH,
+    RING_ATTENTION,
+    ring_axes,
+)
 from .case import argument, packet
 from .catalog import is_pointwise, spec_named
 from .products import expert_pairs
@@ -253,7 +259,7 @@ def as_run(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
     for axis in ring_axes(layout):
         op = BALANCED_RING if is_causal else RING_ATTENTION
         return replace(node, op=op, args=(*node.args[:3], mesh_shape[axis]), kwargs=given)
-    if not is_causal:
+    if not is_causal or DOCUMENT_LENGTH in node.kwargs:
         return node
     dim = len(node.spec.shape) - 2
     place, parts = 0, 1

@@ -39,7 +39,7 @@ from ...passes.programs.program import Program
 from ...planner.costs.precision import with_precision
 from ...planner.dims.padding import Padding, find_padding
 from ...planner.dims.sequence_places import find_places
-from ...planner.errors import AutoparallelError, UsageError
+from ...planner.errors import AutoparallelError, PlanError, UsageError
 from ...planner.evaluate.step import schedule_of, updating_plan
 from ...planner.graph.graph import Graph
 from ...planner.graph.layout import divides
@@ -133,7 +133,11 @@ def bucket_variants(planned: Variant, lengths: Sequence[int]) -> tuple[Variant, 
         )
     if planned.plan.slices:
         raise _refused("buckets", f"schedule {planned.plan.schedule} runs slices of the sequences")
-    places, found = find_places(program.graph), []
+    found = []
+    try:
+        places = find_places(program.graph)
+    except PlanError as error:  # a sequence with a window or documents may be padded, not cut
+        raise _refused("buckets", error.why) from error
     for each in lengths:
         first = sequence_slice(program.graph, whole.blocks, whole.plan, places, (0, each))
         alone = replace(first, carried=whole.carried)  # no slice follows

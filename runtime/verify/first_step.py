@@ -22,7 +22,7 @@ from ...passes.tracing.counter_random import batch_dims, counter_random
 from ...planner.errors import UsageError
 from ...planner.graph.graph import Graph, Node
 from ...planner.graph.layout import region_slices
-from ...planner.ops.attention import is_attention, window_of
+from ...planner.ops.attention import is_attention, is_packed, window_of
 from ...planner.plan import Plan, Precision
 from ..messages.shared_objects import on_first, share_value
 from ..parameters.parameters import StageParameter
@@ -72,7 +72,7 @@ class FirstStep:
 def is_quick(plan: Plan, graph: Graph) -> bool:
     """Return whether, by the plan's prediction, one device can run the plan's step in
     ``MOST_SECONDS`` and in the memory that is free here. ``graph``: the captured model's, which
-    lacks the masks of windows that the model itself writes."""
+    lacks the masks of windows and documents that the model itself writes."""
     prediction, count = plan.prediction, len({d for s in plan.stages for d in s.devices})
     if prediction.step_seconds * count > MOST_SECONDS:
         return False
@@ -85,12 +85,13 @@ def is_quick(plan: Plan, graph: Graph) -> bool:
 
 
 def _mask_bytes(graph: Graph, node: Node) -> int:
-    """Return the bytes of an attention's mask, where the graph has a window instead, and of the
-    masks that it is made of."""
-    if not (is_attention(node) and window_of(node)):
+    """Return the bytes of an attention's mask, where the graph has a window or documents instead,
+    and of the masks that it is made of."""
+    if not (is_attention(node) and (window_of(node) or is_packed(node))):
         return 0
     query, key = (graph.spec(ref) for ref in node.inputs[:2])
-    return MASKS * query.shape[-2] * key.shape[-2]
+    rows = graph.spec(node.inputs[3]).shape[0] if is_packed(node) else 1
+    return MASKS * rows * query.shape[-2] * key.shape[-2]
 
 
 def check_first_step(

@@ -12,9 +12,10 @@ from jsonschema import Draft202012Validator
 import autoparallel
 from autoparallel.__main__ import run_command
 from autoparallel.agents.documents import document_schema
-from autoparallel.analysis.lengths import _Steps, price_lengths, read_lengths
+from autoparallel.analysis.lengths import _Steps, price_lengths
 from autoparallel.analysis.plan_model import PlanModel, load_plan_model
 from autoparallel.planner.errors import PlanError, UsageError
+from autoparallel.planning.document_lengths import mean_length, read_lengths
 
 SETTING = {"cluster": "cpu:2", "global_batch": 8, "profile": "analytic"}
 FORCED = "dp=2,zero=1,microbatches=1,recompute=none"
@@ -111,3 +112,38 @@ def test_sequences_longer_than_planned_and_models_that_cannot_be_padded_are_refu
     autoparallel.save_plan(bidirectional, folder / "both.json")
     with pytest.raises(PlanError, match="AP560"):
         price_lengths(model_of(folder / "both.json"), [16])
+
+
+def test_documents_are_packed_in_the_order_of_the_file_and_cut_at_the_end_of_a_sequence() -> None:
+    """The length of its document is counted for each position."""
+    drawn = random.Random(0)
+    for _ in range(20):
+        lengths = [drawn.randint(1, 30) for _ in range(drawn.randint(1, 20))]
+        owner = [number for number, length in enumerate(lengths) for _ in range(length)]
+        rows = [owner[start : start + 16] for start in range(0, len(owner), 16)]
+        counted = [row.count(document) for row in rows for document in row]
+        assert mean_length(lengths, 16) == pytest.approx(sum(counted) / len(counted))
+
+
+def test_a_plan_of_packed_documents_is_priced_by_their_lengths(folder: Path) -> None:
+    """Documents of 40 positions in sequences of 512 have a thirteenth of the pairs."""
+    short, whole = folder / "short.txt", folder / "whole.txt"
+    short.write_text("40\n" * 100)
+    whole.write_text("512\n")
+    found = []
+    for number, lengths in enumerate(([], ["--lengths", str(short)], ["--lengths", str(whole)])):
+        output = str(folder / f"packed{number}.json")
+        given = ["--cluster", "cpu:2", "--global-batch", "8", "--seq", "512", "--parallel", FORCED]
+        given += ["--set", "packed=True", "--profile", "analytic", *lengths, "-o", output]
+        assert run_command(["plan", f"hf:{folder}", *given]) == 0
+        found.append(autoparallel.load_plan(output))
+    plain, by_short, by_whole = found
+    assert by_whole.prediction == plain.prediction
+    assert by_short.prediction.step_seconds < plain.prediction.step_seconds
+    assert by_short.model.fingerprint == plain.model.fingerprint
+
+
+def test_lengths_of_documents_need_a_model_that_packs_them(folder: Path) -> None:
+    lengths = str(folder / "lengths.txt")
+    with pytest.raises(UsageError, match="AP178"):
+        autoparallel.plan(f"hf:{folder}", seq=64, lengths=lengths, parallel=FORCED, **SETTING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from autoparallel.target.huggingface_batch import (
     label_names,
     make_batch,
 )
+from autoparallel.target.load import load_target
 
 
 def wanted(name: str, main: str, takes: tuple[str, ...], **config: Any) -> BatchSpec:
@@ -128,6 +130,25 @@ def test_a_wave_is_as_long_as_convolutions_need_for_a_frame_per_token() -> None:
     for kernel, stride in zip(kernels, strides, strict=True):
         frames = nn.Conv1d(1, 1, kernel, stride)(frames)
     assert frames.shape == (3, 1, made.length + 1)
+
+
+def test_packed_documents_have_positions_that_restart() -> None:
+    made = wanted("LlamaForCausalLM", "input_ids", ("labels", "position_ids"), vocab_size=9)
+    found = make_batch(replace(made, packed=True), "here")
+    assert found["position_ids"].tolist() == [[0, 1] * 4] * 3
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "what"),
+    [
+        ("hf:tests/models/llama", "true", "not True or False"),
+        ("hf:tests/zoo/mpt", True, "its forward takes no position_ids"),
+    ],
+)
+def test_a_model_that_cannot_be_packed_is_refused(target: str, value: object, what: str) -> None:
+    with pytest.raises(UsageError, match=what) as found:
+        load_target(target, {"packed": value})
+    assert found.value.code == "AP105"
 
 
 def test_a_main_input_of_an_unknown_name_is_an_error() -> None:

@@ -13,6 +13,8 @@ import transformers
 from finetuned_models import save_tokenizer, words
 
 from autoparallel.planner.errors import UsageError
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.target.load import load_target
 from autoparallel.training import text_data
 from autoparallel.training.text_data import PackedText, open_tokens
 
@@ -110,10 +112,27 @@ def test_text_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         PackedText(np.arange(7, dtype=np.uint32), seq=8, seed=0)
 
 
-def test_models_that_take_no_text_are_refused() -> None:
-    from autoparallel.runtime.launch.process import Worker
-    from autoparallel.target.load import load_target
+def test_positions_of_packed_text_restart_after_the_end_of_a_text(tmp_path: Path) -> None:
+    """Rows of four of the tokens 1 2 0, 3 0, 4 5 6 0, 7; the end token 0 belongs to its text."""
+    tokens = np.array([1, 2, 0, 3, 0, 4, 5, 6, 0, 7, 8, 9], dtype=np.uint32)
+    batch = next(PackedText(tokens, seq=4, seed=0, end=0).batches(0, 1, global_batch=3))
+    rows = dict(zip(map(tuple, batch["input_ids"].tolist()), batch["position_ids"], strict=True))
+    found = {row: positions.tolist() for row, positions in rows.items()}
+    wanted = {(1, 2, 0, 3): [0, 1, 2, 0], (0, 4, 5, 6): [0, 0, 1, 2], (0, 7, 8, 9): [0, 0, 1, 2]}
+    assert found == wanted
 
+
+def test_text_without_end_tokens_is_not_packed(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "a.txt").write_text("cat")
+    target = load_target(f"hf:{tmp_path / 'model'}", {"packed": True})
+    worker = Worker(0, 1, 0, None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"AP865.*no end token"):
+        text_data.with_text(target, str(tmp_path / "a.txt"), worker)
+
+
+def test_models_that_take_no_text_are_refused() -> None:
     worker = Worker(0, 1, 0, None)  # type: ignore[arg-type]
     for name in ("examples/gpt.py", "hf:tests/zoo/bert", "hf:tests/zoo/vit"):
         with pytest.raises(UsageError, match="AP864"):

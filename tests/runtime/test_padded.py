@@ -28,6 +28,9 @@ CASES = (
     ("gpt", "tp=2"),
     ("llama", "pp=2,microbatches=4,schedule=zb-h1"),
     ("dropout", "pp=2,microbatches=4,schedule=1f1b,recompute=full"),
+    ("packed", "dp=2"),
+    ("packed", "pp=2,microbatches=4"),
+    ("window", "dp=2"),
 )
 BUCKET_CASES = (
     ("gpt", "pp=2,microbatches=4,chunks=2,schedule=interleaved-1f1b"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from test_verification import SEQ, captured, planned
 
+from autoparallel.planner.dims.padding import find_padding
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan_file import loads
 from autoparallel.runtime.data.variants import bucket_variants, variant_of
@@ -35,6 +36,16 @@ def test_a_model_that_a_shorter_batch_would_train_another_way_is_refused() -> No
     with pytest.raises(AutoparallelError) as caught:
         bucket_variants(whole, (4,))
     assert caught.value.code == "AP560"
+
+
+@pytest.mark.parametrize("model", ["window", "packed"])
+def test_sequences_with_a_window_or_documents_are_padded_but_not_cut(model: str) -> None:
+    program = captured(model, "fp32")[1]
+    assert find_padding(program.graph)[0] == SEQ
+    with pytest.raises(AutoparallelError) as caught:
+        bucket_variants(variant_of(program, loads(planned(model, "dp=2"))), (4,))
+    assert caught.value.code == "AP561"
+    assert "window or packed documents" in caught.value.why
 
 
 def test_a_bucket_has_the_planned_graph_at_its_length() -> None:

@@ -102,6 +102,20 @@ def _experts() -> list[OpCase]:
     ]
 
 
+def _within_documents() -> list[OpCase]:
+    """Attention in sequences of documents: 1, 6 and 5 positions, 12, 4 and 8; ids that repeat."""
+    op = "autoparallel.scaled_dot_product_attention.default"
+    q, k, v = f(2, 4, 12, 8), f(2, 2, 12, 8), f(2, 2, 12, 4)
+    ids = torch.tensor([[[[0] * 1 + [1] * 6 + [2] * 5]], [[[3] * 12]]])
+    again = torch.tensor([[[[0] * 4 + [1] * 5 + [0] * 3]]])
+    plain = (q, k, v, None, 0.0, True)
+    return [
+        OpCase(op, plain, {"enable_gqa": True, "documents": ids}),
+        OpCase(op, (q, q, f(2, 4, 12, 8), None, 0.0, True), {"documents": ids, "window": 4}),
+        OpCase(op, plain, {"enable_gqa": True, "documents": again, "scale": 0.3}),
+    ]
+
+
 def cases(seed: int = 0) -> list[OpCase]:
     """The whole table, with random values and sizes that axes of 2, 3 and 4 ranks divide."""
     torch.manual_seed(seed)
@@ -109,6 +123,7 @@ def cases(seed: int = 0) -> list[OpCase]:
     return [
         *(OpCase(f"aten.{op}", args, kwargs) for op, args, kwargs in map(_normal, made)),
         *_experts(),
+        *_within_documents(),
         *_random(),
     ]
 

@@ -15,7 +15,7 @@ from autoparallel.passes.graph_passes.mask_comparisons import (
     ALL,
     CAUSAL,
     COMPARISONS,
-    _comparison_band,
+    comparison_band,
 )
 from autoparallel.passes.graph_passes.masks import SDPA, WINDOWED, _band
 from autoparallel.passes.initialization.deferred_init import record_build
@@ -40,7 +40,7 @@ def test_a_comparison_says_what_its_mask_written_out_says(data, op, size, column
     rows, columns = data.draw(vectors(size))[:, None], data.draw(vectors(size))[None, :]
     pair = (columns, rows) if columns_first else (rows, columns)
     compare = COMPARISONS[op]
-    found, written = _comparison_band(compare, *pair), _band(compare(*pair))
+    found, written = comparison_band(compare, *pair), _band(compare(*pair))
     if found is None:  # it is known of all positions, or of counted ones
         assert written not in (ALL, CAUSAL)
         assert written is None or any((each.flatten().diff() != 1).any() for each in pair)
@@ -50,7 +50,7 @@ def test_a_comparison_says_what_its_mask_written_out_says(data, op, size, column
 
 def test_a_comparison_that_differs_between_sequences_is_no_band():
     rows = torch.stack([POSITIONS, POSITIONS + 1])[:, None, :, None]
-    assert _comparison_band(operator.ge, rows, POSITIONS[None, None, None]) is None
+    assert comparison_band(operator.ge, rows, POSITIONS[None, None, None]) is None
 
 
 def attention_of(model) -> Node:

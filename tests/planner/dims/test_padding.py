@@ -103,6 +103,65 @@ def test_a_padded_batch_has_the_loss_and_gradients_of_the_shorter_one(rows, loss
         torch.testing.assert_close(weight.grad, expected[name], rtol=1e-11, atol=1e-13)
 
 
+class Packed(nn.Module):
+    """Attention within documents, or in a window, of words whose positions are an input."""
+
+    def __init__(self, window: int = 0, reverses: bool = False) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.window, self.reverses = window, reverses
+
+    def forward(self, words: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        x = self.words(words).unsqueeze(1)
+        places = torch.arange(words.shape[1])
+        seen = places <= places[:, None]
+        if self.window:
+            seen = seen & (places > places[:, None] - self.window)
+        else:
+            ids = (positions == 0).cumsum(-1)
+            ids = ids.flip(-1).cumsum(-1) if self.reverses else ids
+            seen = seen & (ids[:, None, :, None] == ids[:, None, None])
+        x = nn.functional.scaled_dot_product_attention(x, x, x, seen).squeeze(1)
+        return mean(self.head(x) + positions.unsqueeze(-1), labels)
+
+
+def captured_with_positions(model: Packed) -> Program:
+    names = ("words", "labels", "positions")
+    batch = {name: torch.zeros(ROWS, SEQ, dtype=torch.int64) for name in names}
+    return capture(model, batch, dtype="float64")
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_packed_documents_and_windows_may_be_padded(window: int) -> None:
+    torch.manual_seed(0)
+    model = Packed(window).double()
+    program = captured_with_positions(model)
+    (attention,) = [node for node in program.graph if "attention" in node.op]
+    assert attention.args[3] is None
+    batch = {name: torch.randint(0, WORDS, (ROWS, 5)) for name in ("words", "labels")}
+    batch["positions"] = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])
+    whole = SequencePadding(program.graph)(batch)
+    assert {tensor.shape for tensor in whole.values()} == {(ROWS, SEQ)}
+    loss = model(**batch)
+    names = [node.name for node in program.graph if node.kind == "constant"]
+    given = {**dict(model.named_parameters()), **whole, **evaluate(program, names)}
+    found = run(program.graph, given)
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-14)
+    weights = list(model.parameters())
+    for own, other in zip(
+        torch.autograd.grad(found, weights), torch.autograd.grad(loss, weights), strict=True
+    ):
+        torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-13)
+
+
+def test_documents_that_depend_on_later_positions_are_not_padded() -> None:
+    graph = captured_with_positions(Packed(reverses=True)).graph
+    assert any("documents" in node.kwargs for node in graph)
+    with pytest.raises(PlanError, match="be padded") as caught:
+        find_padding(graph)
+    assert caught.value.why == "its documents may depend on later positions"
+
+
 def test_words_are_padded_with_one_that_exists_and_labels_with_what_the_loss_ignores() -> None:
     graph = captured(lambda: Net(mean)).graph
     assert find_padding(graph) == (SEQ, {"words": Padding((1,), 0), "labels": Padding((1,), -100)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,13 @@ REFUSED: dict[str, tuple[Graph, str]] = {
     "dropout in attention": (
         tokens(heads(), attention(None, 0.1, True)),
         "random numbers are not counted",
+    ),
+    "attention within packed documents": (
+        tokens(
+            heads(),
+            replace(attention(None, 0.0, True), kwargs={"documents": Ref("ids")}),
+        ),
+        "a window or packed documents",
     ),
     "keys of fewer positions": (
         tokens(
