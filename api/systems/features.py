@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoparallel.analysis.sharding import attention_ways
-from autoparallel.planner.graph.layout import OF_GROUPS, RING
+from autoparallel.planner.graph.layout import OF_GROUPS, RINGS
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.schedules.catalogue import SCHEDULES
@@ -129,7 +129,7 @@ def _parallelism(plan: Plan) -> Iterator[Feature]:
     for name, what in (("tp", "tensor"), ("cp", "context"), ("ep", "expert")):
         if (most := max(getattr(roles, name) for roles in every)) > 1:
             yield Feature(name, f"{what} parallelism, {name}={most}")
-    for name, labels in (("ring", (RING,)), ("ulysses", ("heads", OF_GROUPS))):
+    for name, labels in (("ring", RINGS), ("ulysses", ("heads", OF_GROUPS))):
         if set(labels) & set(context_ways(plan)):
             yield Feature(name, FEATURES[name])
     if any(roles.splits_norms for roles in every):

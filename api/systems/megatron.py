@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.planner.graph.layout import OF_GROUPS, RING
+from autoparallel.planner.graph.layout import HALO, OF_GROUPS, RING
 from autoparallel.planner.plan import Plan
 from autoparallel.systems.features import context_ways
 from autoparallel.systems.model_config import (
@@ -180,6 +180,8 @@ def _context_differences(plan: Plan) -> Iterator[Deviation]:
     ways = context_ways(plan)
     if OF_GROUPS in ways:
         yield Deviation("attention by heads, of which keys have fewer than ranks", "ring attention")
+    if HALO in ways:
+        yield Deviation("keys and values of windows sent to neighbours", "all of them gathered")
     if len(ways) > 1:
         yield Deviation("several ways of attention on ranks of context parallelism", "the first")
 

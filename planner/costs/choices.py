@@ -29,7 +29,7 @@ from ..graph.layout import (
     HALVED,
     INVARIANT,
     REPLICATE,
-    RING,
+    RINGS,
     SENT,
     SLICED,
     AxisStrategy,
@@ -269,7 +269,7 @@ def _axis_strategies(
         return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
     strategies = strategies_of(node, graph, size, prices)
     if is_attention(node) and axis not in restriction.split_positions:
-        strategies = tuple(each for each in strategies if each.label != RING)
+        strategies = tuple(each for each in strategies if each.label not in RINGS)
     if is_expert_layer(node):
         strategies = expert_strategies(node, graph, axis, prices, restriction)
     if axis in restriction.tokens and node.name in routers_of(graph, prices):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..graph.graph import Graph, Node, Ref
-from ..graph.layout import RING, AxisStrategy, Mesh, shard
+from ..graph.layout import RINGS, AxisStrategy, Mesh, shard
 from ..graph.positions import Dims
 from ..ops.attention import is_attention
 from ..plan import Recompute
@@ -187,8 +187,8 @@ def attention_ways(
     that split them, in a ring or not, and those that split heads (``by_heads``), as far as
     ``features`` allows; if it allows none of them, all that split positions."""
     groups = {
-        "gather": tuple(each for each in strategies if each.label != RING),
-        "ring": tuple(each for each in strategies if each.label == RING),
+        "gather": tuple(each for each in strategies if each.label not in RINGS),
+        "ring": tuple(each for each in strategies if each.label in RINGS),
         "ulysses": by_heads,
     }
     found = [each for name, own in groups.items() if features.allows(name) for each in own]
