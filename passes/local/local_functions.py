@@ -95,10 +95,10 @@ def grouped_attention(
         attended = halo_attention if "window" in options else ring_attention
         return attended(rank, query, key, value, ring=ring, **options)
     count = query.shape[-3] // key.shape[-3]
-    if count > 1 and query.dtype.itemsize > 2:
-        key, value = (each.repeat_interleave(count, -3) for each in (key, value))
-    elif count > 1:
+    if count > 1 and ("window" in options or query.dtype.itemsize <= 2):
         options["enable_gqa"] = True
+    elif count > 1:
+        key, value = (each.repeat_interleave(count, -3) for each in (key, value))
     if balanced:
         named = {"axes": axes, "balanced": balanced}
         return balanced_causal_attention(rank, query, key, value, **named, **options)

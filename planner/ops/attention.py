@@ -98,9 +98,23 @@ def window_of(node: Node) -> int:
 
 def _keys_seen(node: Node, inputs: Specs) -> int:
     """Return the number of keys that each query is multiplied with: all of them, or with a window
-    those of two chunks (``passes.ops.windowed``)."""
-    window, length = window_of(node), inputs[1].shape[-2]
-    return min(2 * window, length) if window else length
+    those of two chunks or, for queries of less than two windows, those that some of these see
+    (``passes.ops.windowed``)."""
+    window, rows, length = window_of(node), inputs[0].shape[-2], inputs[1].shape[-2]
+    if not window:
+        return length
+    return 2 * window if is_chunked(node, inputs) else min(length, rows + window - 1)
+
+
+def copies_keys(node: Node) -> bool:
+    """Return whether attention with a window keeps copies of keys and values: behind their halo, or
+    with a head for each head of queries."""
+    return node.op == HALO_ATTENTION or (window_of(node) > 0 and is_grouped(node))
+
+
+def is_chunked(node: Node, inputs: Specs) -> bool:
+    """Return whether attention has a window and cuts its queries into chunks."""
+    return 0 < 2 * window_of(node) <= inputs[0].shape[-2]
 
 
 def _copied_heads_bytes(node: Node, inputs: Specs) -> int:
@@ -220,25 +234,37 @@ def _kept_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     if writes_scores(node, inputs):
         factors = sum(spec.numel for spec in inputs[:3])
         return (factors + num_scores(inputs)) * statistic
-    copied = _copied_heads_bytes(node, inputs)
-    if window_of(node) and _keys_seen(node, inputs) < inputs[1].shape[-2]:
-        copied = _chunk_bytes(inputs, outputs)
-    return copied + prod(outputs[0].shape[:-1]) * statistic
+    copied = (_window_bytes if window_of(node) else _copied_heads_bytes)(node, inputs)
+    chunks = outputs[0].num_bytes if is_chunked(node, inputs) else 0
+    return copied + chunks + kept_statistics(outputs)
 
 
-def _chunk_bytes(inputs: Specs, outputs: Specs) -> int:
-    """Return the bytes of the chunks of queries, keys, values and results that attention with a
-    window makes: keys and values twice, with a head for each head of queries."""
+def kept_statistics(outputs: Specs) -> int:
+    """Return the bytes of the statistics of an attention, of each query and head."""
+    return prod(outputs[0].shape[:-1]) * statistic_bytes(outputs)
+
+
+def _window_bytes(node: Node, inputs: Specs) -> int:
+    """Return the bytes of masks and of copied queries, keys and values of attention with a window.
+    Keys and values are copied if a group of heads of queries reads each head. In chunks those of
+    all queries after the first are copied, keys and values twice."""
     query, key, value = inputs[:3]
-    twice = 2 * (key.num_bytes + value.num_bytes) * query.shape[-3] // key.shape[-3]
-    return query.num_bytes + twice + outputs[0].num_bytes
+    window, rows = window_of(node), query.shape[-2]
+    before = min(key.shape[-2] - rows, window - 1)
+    first = window + rows % window if is_chunked(node, inputs) else rows
+    row = prod(query.shape[:-2]) * query.itemsize
+    pair = row * (key.shape[-1] + value.shape[-1])
+    copied = (rows + before) * pair * is_grouped(node)
+    folded = (rows - first) * (row * query.shape[-1] + 2 * pair)
+    masks = first * (before + first) + (2 * window**2 if first < rows else 0)
+    return copied + folded + masks * query.itemsize
 
 
 def _halo_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
-    """Return the bytes kept besides: keys and values behind their halo."""
+    """Return the bytes kept besides: keys and values behind their halo, or their copies."""
     joined = _with_halo(node, inputs)
-    kept = _kept_bytes(node, joined, outputs)
-    return kept + sum(spec.num_bytes for spec in joined[1:])
+    own = 0 if is_grouped(node) else sum(spec.num_bytes for spec in joined[1:])
+    return own + _kept_bytes(node, joined, outputs)
 
 
 def _balanced_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
@@ -262,9 +288,11 @@ def _products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
     query, key = inputs[:2]
     own = _own_product(inputs)
     seen = _keys_seen(node, inputs)
-    if seen < key.shape[-2]:
-        chunks = max(1, 2 * query.shape[-2] // seen)
+    if is_chunked(node, inputs):
+        chunks = query.shape[-2] // window_of(node)
         own = ((prod(query.shape[:-2]) * chunks, seen // 2, seen, query.shape[-1]),)
+    elif seen < key.shape[-2]:
+        own = ((prod(query.shape[:-2]), query.shape[-2], seen, query.shape[-1]),)
     if packet(node.op) == "balanced_attention":
         own = _halves(node, query)
     return own, own if wanted else ()

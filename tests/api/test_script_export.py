@@ -194,6 +194,11 @@ def test_a_script_of_any_model_equals_one_device(tmp_path: Path, model: str, par
     assert f"def {way}" in check_script(tmp_path, model, parallel, allow=tuple(way.split()))
 
 
+def test_a_script_sends_the_keys_of_windows_to_the_next_rank(tmp_path: Path) -> None:
+    text = check_script(tmp_path, "window", "cp=2,recompute=selective", allow=("ring",))
+    assert "halo_attention(mesh, " in text
+
+
 @pytest.mark.parametrize("parallel", ["tp=2", "dp=2,zero=2,microbatches=2", slow("dp=2")])
 def test_batches_are_accumulated_and_gradients_clipped_as_on_one_device(
     tmp_path: Path, parallel: str
