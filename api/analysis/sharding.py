@@ -239,9 +239,8 @@ WAYS = {
 
 def attention_ways(stage: StagePlan, axis: int) -> tuple[str, ...]:
     """Return the ways in which a stage's attention is split over a mesh axis, the most frequent
-    first: the labels ``BALANCED``, ``RING``, ``HALO`` or ``OF_GROUPS`` of its strategies; "q" if it gathers
-    keys and values without balancing; "heads" if "cp", whose other ops have positions, splits
-    heads."""
+    first: the labels of ``WAYS`` that its strategies have; "q" if it gathers keys and values
+    without balancing; "heads" if "cp", whose other ops have positions, splits heads."""
     is_cp = stage.mesh.axes[axis] == "cp"
     labels = Counter(
         label

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.planner.graph.layout import HALO, OF_GROUPS, RING
+from autoparallel.planner.graph.layout import OF_GROUPS, RING
 from autoparallel.planner.plan import Plan
 from autoparallel.systems.features import context_ways
 from autoparallel.systems.model_config import (
@@ -52,6 +52,7 @@ LIMITS = {
     "bfs": "interleaved 1F1B",
     "zbv": "interleaved 1F1B: stage s is on rank s mod pp, not in a V",
     "dualpipev": "interleaved 1F1B: stage s is on rank s mod pp, not in a V",
+    "halo": "keys and values gathered",
     "selective": "recomputation of its norms (recompute-modules layernorm), which keeps more than "
     "the plan's and is priced as if nothing were recomputed; where that does not fit, full "
     "recomputation",
@@ -180,8 +181,6 @@ def _context_differences(plan: Plan) -> Iterator[Deviation]:
     ways = context_ways(plan)
     if OF_GROUPS in ways:
         yield Deviation("attention by heads, of which keys have fewer than ranks", "ring attention")
-    if HALO in ways:
-        yield Deviation("keys and values of windows sent to neighbours", "all of them gathered")
     if len(ways) > 1:
         yield Deviation("several ways of attention on ranks of context parallelism", "the first")
 

@@ -237,7 +237,7 @@ def test_arguments(name: str, wanted: list[str], unwanted: list[str], tmp_path: 
     [
         (RING, "p2p", ""),
         ("b1", "a2a", ""),
-        (HALO, "all_gather", "keys and values of windows sent to neighbours"),
+        (HALO, "all_gather", "keys of its windows alone"),
         (OF_GROUPS, "p2p", "attention by heads, of which keys have fewer than ranks"),
     ],
 )

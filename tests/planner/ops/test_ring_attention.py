@@ -125,9 +125,9 @@ def test_with_a_window_a_rank_receives_its_halo(window: int, parts: list[int]) -
     assert found.backward_communication == pytest.approx(seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize(("window", "seen", "halo"), [(2, 4, 1), (4, 7, 3), (6, 9, 5)])
+@pytest.mark.parametrize(("window", "seen", "before"), [(2, 4, 1), (4, 7, 3), (6, 9, 5)])
 def test_attention_with_a_halo_is_priced_by_the_keys_that_it_multiplies(
-    window: int, seen: int, halo: int
+    window: int, seen: int, before: int
 ) -> None:
     """Four queries of a rank: in chunks each is multiplied with two windows of keys, else with
     those of the rank and its halo. It keeps the statistics, a mask, and keys and values behind the
@@ -145,10 +145,10 @@ def test_attention_with_a_halo_is_priced_by_the_keys_that_it_multiplies(
     assert call.op(*args, **kwargs).shape == (1, HEADS, 4, SIZE)
     parts = dict(saved_parts(graph["op"], layout, graph, prices))
     assert "k:0" not in parts
-    joined = 2 * (4 + halo) * ROW
+    joined = 2 * (4 + before) * ROW
     is_chunked = window == 2
     copies = (2 * ROW + 2 * 2 * 2 * ROW + 4 * ROW) if is_chunked else 0
-    masks = 2 * (2 + 1) + 2 * 4 if is_chunked else 4 * (4 + halo)
+    masks = 2 * (2 + 1) + 2 * 4 if is_chunked else 4 * (4 + before)
     assert parts["op:extra"] == joined + copies + 4 * masks + 4 * HEADS * 4
     assert working_bytes(graph["op"], layout, graph, prices) == 4 * 4 * ROW + 2 * joined
 
