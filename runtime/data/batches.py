@@ -329,6 +329,12 @@ class StepBatches:
             self._held[rows] = rows_of_rank(found.rows, found.plan, self._rank)
         return self._held[rows]
 
+    def add(self, plan: Plan) -> None:
+        """Let global batches have as many rows as ``plan``, derived from the planned one, has."""
+        graph = self._program.graph.with_batch_size(plan.microbatch_size)
+        rows = rows_of_stages(graph, self._program.blocks, plan, counts=plan.num_microbatches > 1)
+        self._batches.setdefault(plan.model.global_batch, SmallerBatch(plan, rows))
+
     def announce(self, rows: int) -> None:
         """Record that the next global batch, of which every rank is given only its own rows, has
         ``rows`` rows in all."""
@@ -422,9 +428,9 @@ class StepBatches:
             return False, given
         if given == held.size or (self._is_share and given < held.size):
             return True, planned if given == held.size else self._told_before(given)
-        # More rows than planned are none of a smaller batch: ``check_shapes`` refuses them.
-        is_smaller = given < planned and bool(self._dims)
-        return False, given if is_smaller else planned
+        # ``check_shapes`` refuses more rows than planned that are no bucket's.
+        is_known = given < planned or given in self._batches
+        return False, given if is_known and self._dims else planned
 
     def _num_rows(self, inputs: Mapping[str, Tensor]) -> int | None:
         """Return the number of rows of a rank's inputs; None if no input has a batch dimension."""

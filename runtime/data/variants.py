@@ -6,7 +6,8 @@ batch is one variant of several:
 
 ==================  ============================================================================
 planned             whole sequences, or the plan's slices of them (TeraPipe)
-a bucket            the first positions of the sequences, cut like a first slice
+a bucket            the first positions of the sequences, cut like a first slice; an axis that
+                    splits positions may split its rows instead (``bucket_layouts``)
 a smaller batch     whole sequences of fewer rows (``smaller_batch``)
 ==================  ============================================================================
 
@@ -36,6 +37,8 @@ from ...passes.local.stage_program import OfSlice, StageProgram, build_stage
 from ...passes.ops.collectives import Communicator
 from ...passes.ops.random_ops import Draws
 from ...passes.programs.program import Program
+from ...planner.configured.bucket_layouts import with_fastest_layouts
+from ...planner.costs.basis import DEFAULT, Basis
 from ...planner.costs.precision import with_precision
 from ...planner.dims.padding import Padding, find_padding
 from ...planner.dims.sequence_places import find_places
@@ -48,6 +51,7 @@ from ...planner.variants.asynchronous import check_asynchronous
 from ...planner.variants.replicas import check_replicas
 from ...planner.variants.sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 from ...planner.variants.shares import share_of, why_not
+from ..messages.shared_objects import share_value
 
 
 class BatchShape(NamedTuple):
@@ -117,39 +121,84 @@ def variant_of(program: Program, plan: Plan, capture: int = 0) -> Variant:
     return Variant(shape, program, plan, schedule, slices)
 
 
-def bucket_variants(planned: Variant, lengths: Sequence[int]) -> tuple[Variant, ...]:
-    """Return, for each of ``lengths``, the ``planned`` step with sequences cut to that length.
-    Lengths must ascend and be below the planned one: else UsageError AP561. Raises PlanError AP560
-    where shorter sequences would give other training results."""
-    if not lengths:
+Buckets = Mapping[int, int] | Sequence[int | tuple[int, int]]
+"""Buckets as users give them: lengths, or pairs of a length and the rows of a batch (by default as
+many as planned)."""
+
+
+def bucket_variants(
+    planned: Variant, buckets: Buckets, basis: Basis = DEFAULT
+) -> tuple[Variant, ...]:
+    """Return, for each of ``buckets``, the ``planned`` step with sequences cut to its length and
+    with its rows, in the fastest layouts by the prices of ``basis``.
+
+    Lengths must be below the planned one, and ascend: else UsageError AP561, as where the plan
+    cannot run so many rows. Raises PlanError AP560 where shorter sequences would give other
+    training results."""
+    pairs = [*buckets.items()] if isinstance(buckets, Mapping) else [*buckets]
+    batch = planned.plan.model.global_batch
+    shapes = [each if isinstance(each, tuple) else (each, batch) for each in pairs]
+    if not shapes:
         return ()
-    program, whole = planned.program, planned.slices[0]
-    length, _ = find_padding(program.graph)
-    is_ascending = list(lengths) == sorted(set(lengths))
-    if not is_ascending or lengths[0] < 1 or lengths[-1] >= length:
+    length, _ = find_padding(planned.program.graph)
+    lengths = [each for each, _ in shapes]
+    if shapes != sorted(set(shapes)) or lengths[0] < 1 or lengths[-1] >= length:
         raise _refused(
             f"buckets of {', '.join(map(str, lengths))} positions",
             f"the plan is for {length}, which is a bucket too",
         )
     if planned.plan.slices:
         raise _refused("buckets", f"schedule {planned.plan.schedule} runs slices of the sequences")
-    places, found = find_places(program.graph), []
-    for each in lengths:
-        first = sequence_slice(program.graph, whole.blocks, whole.plan, places, (0, each))
-        alone = replace(first, carried=whole.carried)  # no slice follows
-        shape = planned.shape._replace(length=each)
-        found.append(replace(planned, shape=shape, slices=(alone,)))
+    places, found = {planned.plan.microbatch_size: find_places(planned.program.graph)}, []
+    for each, rows in shapes:
+        most = length * planned.plan.microbatch_size // each
+        step = planned if rows == batch else _with_rows(planned, rows, most)
+        graph, (part,), size = step.program.graph, step.slices, step.plan.microbatch_size
+        if size not in places:
+            places[size] = find_places(graph)
+        first = sequence_slice(graph, part.blocks, part.plan, places[size], (0, each))
+        alone = replace(first, carried=part.carried)  # no slice follows
+        shape = step.shape._replace(length=each)
+        own = with_fastest_layouts(alone, part.blocks, basis) if graph.batch_dims else alone
+        found.append(replace(step, shape=shape, slices=(own,)))
     return tuple(found)
 
 
-def bucket_of(lengths: Sequence[int], length: int | None) -> int | None:
-    """Return the smallest of ``lengths`` that a batch of sequence length ``length`` fits into; None
-    if none does or ``length`` is None.
+def _with_rows(planned: Variant, rows: int, most: int) -> Variant:
+    """Return the ``planned`` step for batches of ``rows`` rows, in the fewest micro-batches of at
+    most ``most`` rows. Raises UsageError AP561 where there is none."""
+    plan, graph = planned.plan, planned.program.graph
+    what = f"buckets with batches of {rows} rows"
+    why = _why_none(graph, plan) or ("a bucket has a row or more" if rows < 1 else "")
+    program = None if why else planned.program.of_global_batch(rows)
+    if program is None:
+        raise _refused(what, why or "the model's code takes another path for so many rows")
+    crossing = crossing_pairs(planned.program, plan)
+    for size in range(min(rows, most), 0, -1):
+        found = None if rows % size else _even(program, plan, rows // size, size)
+        if found is not None and _can_be_scheduled(found, crossing):
+            return variant_of(program, found)
+    why = f"no micro-batch of at most {most} rows is divided by the plan's layouts"
+    raise _refused(what, f"{why}, whose schedule is {plan.schedule or 'none'}")
 
-    >>> bucket_of((4, 6), 3), bucket_of((4, 6), 6), bucket_of((4, 6), 7), bucket_of((4, 6), None)
-    (4, 6, None, None)
+
+def agreed(variant: Variant) -> Variant:
+    """Return a bucket's variant with the layouts that rank 0 found. Collective over all ranks."""
+    (part,) = variant.slices
+    blocks, plan = share_value((part.blocks, part.plan))
+    return replace(variant, slices=(replace(part, blocks=blocks, plan=plan),))
+
+
+def bucket_of(shapes: Sequence[BatchShape], rows: int, length: int | None) -> int | None:
+    """Return the smallest length among the buckets ``shapes`` for batches of ``rows`` rows that
+    sequences of ``length`` positions fit into; None if there is none or ``length`` is None.
+
+    >>> shapes = [BatchShape(2, 4), BatchShape(8, 4), BatchShape(2, 6)]
+    >>> bucket_of(shapes, 2, 3), bucket_of(shapes, 2, 5), bucket_of(shapes, 8, 5)
+    (4, 6, None)
     """
-    return next((each for each in lengths if length is not None and length <= each), None)
+    lengths = [each.length for each in shapes if each.rows == rows and each.length is not None]
+    return min((each for each in lengths if length is not None and length <= each), default=None)
 
 
 def stage_programs(

@@ -1,0 +1,149 @@
+"""Layouts of a bucket: batches of shorter sequences, over the parameters of a planned step.
+
+In: a micro-batch of the bucket, cut from the planned one, with the plan's layouts. Out: the same
+with the faster of two sets of layouts. In the plan's an axis ``cp`` splits positions; in the other
+it splits rows, as an axis ``dp`` does, so that attention needs nothing of other ranks. In both
+every parameter and buffer is held in the plan's layout, and stages, ZeRO and recomputation are the
+plan's, so that programs of both run over the same states. Prices are ``evaluate``'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from .. import ops as default_rules
+from ..costs.basis import DEFAULT, Basis
+from ..costs.choices import Restriction
+from ..costs.mesh_prices import NO_GROUPS
+from ..costs.precision import with_precision
+from ..costs.price_cache import PriceCache
+from ..costs.prices import Prices
+from ..evaluate.evaluate import Evaluator
+from ..graph.graph import Blocks, Graph
+from ..graph.layout import REPLICATE, NodeLayout
+from ..inter_op.submesh import restriction
+from ..intra_op.intra_op import IntraOp, Limits
+from ..plan import Plan
+from ..requests.goal import Budget
+from ..requests.pins import Pin
+from ..requests.request import Forced
+from ..search.report_plan import stage_layouts
+from ..stage.stage_model import StageModel
+from ..stage.structure import Structure
+from ..variants.sequence_slices import SequenceSlice
+
+
+def with_fastest_layouts(
+    given: SequenceSlice, blocks: Blocks, basis: Basis = DEFAULT
+) -> SequenceSlice:
+    """Return the micro-batch ``given`` of a bucket with the plan's layouts, or with an axis ``cp``
+    that splits rows if this is faster and needs no more memory than the plan's layouts or the
+    devices have. ``blocks``: of the planned micro-batch."""
+    kinds = [block.kind for block in blocks.blocks]
+    alike = Blocks(
+        tuple(replace(own, kind=kind) for own, kind in zip(given.blocks.blocks, kinds, strict=True))
+    )
+    graph = with_precision(_with_batch_dims(given.graph), given.plan.model.precision)
+    by_rows = _by_rows(Structure(graph, alike), given, basis)
+    if by_rows is None:
+        return given
+    cluster = given.plan.cluster
+    as_planned = Evaluator(graph, given.blocks, basis=basis).evaluation(given.plan, cluster)
+    found = Evaluator(graph, alike, basis=basis).evaluation(by_rows, cluster)
+    most = max(as_planned.peak_memory_bytes, cluster.usable_memory_bytes)
+    if found.step_seconds >= as_planned.step_seconds or found.peak_memory_bytes > most:
+        return given
+    return replace(given, blocks=alike, plan=by_rows)
+
+
+def _with_batch_dims(graph: Graph) -> Graph:
+    """Return a graph with the batch dimensions of the nodes that a slice has added. Of these each
+    has one input, whose dimensions it keeps but for one, which it may cut, or open into three."""
+    dims = dict(graph.batch_dims)
+    for node in graph:
+        if node.name not in dims:
+            ref, shape = node.inputs[0], node.spec.shape
+            (before, row) = graph.spec(ref).shape, dims[ref.name][ref.index]
+            pairs = enumerate(zip(before, shape, strict=False))
+            same = next((at for at, (old, new) in pairs if old != new), len(before))
+            if row is not None and row > same:
+                row += len(shape) - len(before)
+            dims[node.name] = (row if shape else None,)
+    return replace(graph, batch_dims=dims)
+
+
+def _by_rows(structure: Structure, given: SequenceSlice, basis: Basis) -> Plan | None:
+    """Return the bucket's plan whose axes ``cp`` split rows; None without such an axis, where rows
+    are too few, or where parameters would need other layouts."""
+    plan, stages = given.plan, []
+    bounds = pairwise(accumulate((len(stage.blocks) for stage in plan.stages), initial=0))
+    has_others = any(stage.shares or stage.placements for stage in plan.stages)
+    if has_others or not any("cp" in stage.mesh.axes for stage in plan.stages):
+        return None
+    for index, (stage, run) in enumerate(zip(plan.stages, bounds, strict=True)):
+        axes = restriction(stage.mesh, Forced())
+        rows = (*axes.split_batch, *axes.split_experts, *axes.split_positions)
+        if plan.microbatch_size % stage.mesh.num_ranks(list(rows)):
+            return None
+        by_rows = replace(
+            axes, split_batch=(*axes.split_batch, *axes.split_positions), split_positions=()
+        )
+        layouts = _solved(structure, given, index, run, by_rows, basis)
+        if layouts is None:
+            return None
+        named = structure.blocks.blocks[slice(*run)]
+        own = zip(stage.blocks, named, strict=True)
+        kinds = tuple(replace(block, kind=of.kind) for block, of in own)
+        stages.append(replace(stage, layouts=layouts, blocks=kinds))
+    return replace(plan, stages=tuple(stages))
+
+
+def _solved(
+    structure: Structure,
+    given: SequenceSlice,
+    index: int,
+    run: tuple[int, int],
+    axes: Restriction,
+    basis: Basis,
+) -> dict[str, NodeLayout] | None:
+    """Return the fastest layouts of stage ``index`` (blocks ``run``) on meshes used as ``axes``
+    says, with parameters as planned; None if that is not possible."""
+    plan, graph = given.plan, structure.graph
+    stage, held = plan.stages[index], dict[str, NodeLayout]()
+    for node in graph:
+        found = stage.layout_of(node.name, given.blocks)
+        if node.kind in ("parameter", "buffer") and found is not None:
+            held[node.name] = found
+    pins = {}
+    for name in (node.name for node in graph.parameters if node.name in held):
+        pairs = zip(held[name].outputs[0], stage.mesh.axes, strict=True)
+        kept = ((each if each.is_shard else REPLICATE, axis) for each, axis in pairs)
+        pins[structure.parameter_key(name)] = tuple(Pin(name, *each) for each in kept)
+    prices = Prices(
+        stage.mesh,
+        plan.cluster,
+        stage.devices,
+        plan.model.precision,
+        plan.model.optimizer,
+        default_rules,
+        PriceCache(),
+        profile=basis.used,
+        assumptions=basis.with_shard_degree(stage.shard_degree or NO_GROUPS).assumptions,
+        states=plan.states,
+    )
+    link = plan.cluster.send_link(plan.stages[index - 1].devices, stage.devices)
+    model = StageModel(structure, prices, replace(axes, pins=pins), link)
+    limits = Limits(float("inf"), (stage.zero,), "none")
+    answer = IntraOp(model, limits, Budget.of(float("inf"))).best(
+        structure.run(*run), plan.num_microbatches, 1
+    )
+    assert answer is not None, "no limit of memory or time can be exceeded"
+    layouts = stage_layouts(structure, model, answer, run)
+    for name, planned in held.items():
+        solved = structure.blocks.entry(layouts, name)
+        if graph[name].kind == "buffer":
+            layouts[name] = planned
+        elif solved is not None and solved.outputs != planned.outputs:
+            return None
+    return layouts
