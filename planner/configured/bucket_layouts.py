@@ -21,10 +21,10 @@ from ..costs.price_cache import PriceCache
 from ..costs.prices import Prices
 from ..evaluate.evaluate import Evaluator
 from ..graph.graph import Blocks, Graph
-from ..graph.layout import REPLICATE, NodeLayout
+from ..graph.layout import REPLICATE, NodeLayout, divides
 from ..inter_op.submesh import restriction
 from ..intra_op.intra_op import IntraOp, Limits
-from ..plan import Plan
+from ..plan import Plan, StagePlan
 from ..requests.goal import Budget
 from ..requests.pins import Pin
 from ..requests.request import Forced
@@ -44,10 +44,14 @@ def with_fastest_layouts(
     alike = Blocks(
         tuple(replace(own, kind=kind) for own, kind in zip(given.blocks.blocks, kinds, strict=True))
     )
+    if not given.graph.batch_dims:
+        return given
     graph = with_precision(_with_batch_dims(given.graph), given.plan.model.precision)
     by_rows = _by_rows(Structure(graph, alike), given, basis)
     if by_rows is None:
         return given
+    if not all(layouts_divide(graph, given.blocks, stage) for stage in given.plan.stages):
+        return replace(given, blocks=alike, plan=by_rows)
     cluster = given.plan.cluster
     as_planned = Evaluator(graph, given.blocks, basis=basis).evaluation(given.plan, cluster)
     found = Evaluator(graph, alike, basis=basis).evaluation(by_rows, cluster)
@@ -55,6 +59,20 @@ def with_fastest_layouts(
     if found.step_seconds >= as_planned.step_seconds or found.peak_memory_bytes > most:
         return given
     return replace(given, blocks=alike, plan=by_rows)
+
+
+def layouts_divide(graph: Graph, blocks: Blocks, stage: StagePlan) -> bool:
+    """Return whether the stage's layouts split all tensors of ``graph`` evenly."""
+    for node in graph:
+        layout = stage.layout_of(node.name, blocks)
+        if layout is None or node.kind not in ("op", "input"):
+            continue
+        specs = (*map(graph.spec, node.inputs), *node.outputs)
+        held = (*layout.inputs, *layout.outputs)
+        pairs = zip(specs, held, strict=True)
+        if not all(divides(spec.shape, each, stage.mesh.shape) for spec, each in pairs):
+            return False
+    return True
 
 
 def _with_batch_dims(graph: Graph) -> Graph:

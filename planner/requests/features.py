@@ -186,7 +186,8 @@ def attention_ways(
 ) -> tuple[AxisStrategy, ...]:
     """Return the strategies of attention on an axis that splits positions: those of ``strategies``
     that split them, in a ring (with a window: by a halo) or not, and those that split heads
-    (``by_heads``), as far as ``features`` allows; if it allows none of them, all that split positions."""
+    (``by_heads``), as far as ``features`` allows; if it allows none of them, all that split
+    positions."""
     groups = {
         "gather": tuple(each for each in strategies if each.label not in RINGS),
         "ring": tuple(each for each in strategies if each.label in RINGS),

@@ -37,7 +37,7 @@ from ...passes.local.stage_program import OfSlice, StageProgram, build_stage
 from ...passes.ops.collectives import Communicator
 from ...passes.ops.random_ops import Draws
 from ...passes.programs.program import Program
-from ...planner.configured.bucket_layouts import with_fastest_layouts
+from ...planner.configured.bucket_layouts import layouts_divide, with_fastest_layouts
 from ...planner.costs.basis import DEFAULT, Basis
 from ...planner.costs.precision import with_precision
 from ...planner.dims.padding import Padding, find_padding
@@ -45,7 +45,6 @@ from ...planner.dims.sequence_places import find_places
 from ...planner.errors import AutoparallelError, UsageError
 from ...planner.evaluate.step import schedule_of, updating_plan
 from ...planner.graph.graph import Graph
-from ...planner.graph.layout import divides
 from ...planner.plan import Plan, StagePlan
 from ...planner.variants.asynchronous import check_asynchronous
 from ...planner.variants.replicas import check_replicas
@@ -159,7 +158,10 @@ def bucket_variants(
         first = sequence_slice(graph, part.blocks, part.plan, places[size], (0, each))
         alone = replace(first, carried=part.carried)  # no slice follows
         shape = step.shape._replace(length=each)
-        own = with_fastest_layouts(alone, part.blocks, basis) if graph.batch_dims else alone
+        own = with_fastest_layouts(alone, part.blocks, basis)
+        if not all(layouts_divide(own.graph, own.blocks, stage) for stage in own.plan.stages):
+            what = f"a bucket of {each} positions"
+            raise _refused(what, "the plan's layouts do not divide so many into equal parts")
         found.append(replace(step, shape=shape, slices=(own,)))
     return tuple(found)
 
@@ -240,7 +242,7 @@ def _refused(what: str, why: str) -> UsageError:
         "AP561",
         f"{what} are not possible",
         why=why,
-        fix="use lengths in ascending order, all below the planned one",
+        fix="use lengths in ascending order, all below the planned one, that the degrees divide",
     )
 
 
@@ -299,23 +301,9 @@ def _with_batch(plan: Plan, count: int, size: int, stages: Sequence[StagePlan]) 
 
 def _even(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
     graph = program.graph.with_batch_size(size)
-    if not all(_divides(program, graph, stage) for stage in plan.stages):
+    if not all(layouts_divide(graph, program.blocks, stage) for stage in plan.stages):
         return None
     return _with_batch(plan, count, size, plan.stages)
-
-
-def _divides(program: Program, graph: Graph, stage: StagePlan) -> bool:
-    """Return whether the stage's layouts split all tensors of ``graph`` evenly."""
-    for node in graph:
-        layout = stage.layout_of(node.name, program.blocks)
-        if layout is None or node.kind not in ("op", "input"):
-            continue
-        specs = (*map(graph.spec, node.inputs), *node.outputs)
-        held = (*layout.inputs, *layout.outputs)
-        pairs = zip(specs, held, strict=True)
-        if not all(divides(spec.shape, each, stage.mesh.shape) for spec, each in pairs):
-            return False
-    return True
 
 
 def _why_not_uneven(program: Program, plan: Plan) -> str:
@@ -336,7 +324,9 @@ def _uneven(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
     for coordinate in range(len(shares)):
         share = share_of(shares, coordinate)
         assert share is not None
-        if not _divides(program, program.graph.with_batch_size(share.batch_size), stage):
+        if not layouts_divide(
+            program.graph.with_batch_size(share.batch_size), program.blocks, stage
+        ):
             return None
     return _with_batch(plan, count, size, (replace(stage, shares=shares),))
 

@@ -1,4 +1,4 @@
-"""Buckets of batches with more rows and layouts of their own: steps equal to those of one device."""
+"""Buckets with more rows and layouts of their own: steps equal to those of one device."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph.layout import shard
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import plan_program
+from autoparallel.runtime.data.batches import mark_inputs
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.reference import Reference, run_reference
 from autoparallel.runtime.verify.verify import Verification, verify
@@ -123,10 +124,34 @@ def test_batches_of_more_rows_and_other_layouts_train_as_on_one_device(
             assert not any(by_rows)
 
 
+def losses_of_shares(model: str, text: str) -> tuple[list[float], list[float]]:
+    """Losses of steps for which each rank is given the global batch, and only its own rows."""
+    losses = []
+    for is_share in (False, True):
+        trainer, found = trainer_of(model, text, BUCKETS), []
+        for batch in batches(model, ROWS):
+            rows = len(next(iter(batch.values())))
+            held = trainer.runner.batches.held(rows)
+            if is_share:
+                assert held is not None
+                batch = mark_inputs({n: each[list(held.indices())] for n, each in batch.items()})
+                batch.global_rows = rows
+            found.append(float(trainer.step(batch).loss))
+        losses.append(found)
+    return losses[0], losses[1]
+
+
+def test_ranks_may_be_given_their_own_rows_alone() -> None:
+    """Those of their part of the planned layouts, though "cp" splits rows in a bucket."""
+    for case in ("dp=2,cp=2", "dp=2,cp=2,microbatches=1,zero=3"):
+        for whole, shares in run_processes(4, losses_of_shares, "llama", planned("llama", case)):
+            assert shares == pytest.approx(whole, rel=1e-12)
+
+
 def refusals(text: str) -> list[str]:
     """What a rank is told about buckets, and about batches that fit none."""
     told = []
-    for buckets in ({4: 3}, {4: 0}, [(8, 4), (4, 4)], {SEQ: 4}):
+    for buckets in ({4: 3}, {4: 0}, [(8, 4), (4, 4)], {SEQ: 4}, (5,)):
         with pytest.raises(UsageError) as caught:
             trainer_of("gpt", text, buckets)
         told.append(str(caught.value))
@@ -144,6 +169,7 @@ def test_other_batches_are_refused_on_every_rank() -> None:
     found = run_processes(4, refusals, planned("gpt", "dp=2,cp=2"))
     for told in found:
         codes = [text[6:11] for text in told]
-        assert codes == ["AP561"] * 4 + ["AP836"] * 2 + ["AP130"]
+        assert codes == ["AP561"] * 5 + ["AP836"] * 2 + ["AP130"]
         assert "batches of 3 rows" in told[0]
-        assert "no bucket" in told[4]
+        assert "a bucket of 5 positions" in told[4]
+        assert "no bucket" in told[5]
