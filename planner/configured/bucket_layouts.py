@@ -12,14 +12,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from .. import ops as default_rules
 from ..costs.basis import DEFAULT, Basis
 from ..costs.choices import Restriction
-from ..costs.mesh_prices import NO_GROUPS
 from ..costs.precision import with_precision
 from ..costs.price_cache import PriceCache
-from ..costs.prices import Prices
-from ..evaluate.evaluate import Evaluator
+from ..evaluate.evaluate import Evaluator, stage_prices
 from ..graph.graph import Blocks, Graph
 from ..graph.layout import REPLICATE, NodeLayout, divides
 from ..inter_op.submesh import restriction
@@ -99,19 +96,17 @@ def _by_rows(structure: Structure, given: SequenceSlice, basis: Basis) -> Plan |
     has_others = any(stage.shares or stage.placements for stage in plan.stages)
     if has_others or not any("cp" in stage.mesh.axes for stage in plan.stages):
         return None
-    for index, (stage, run) in enumerate(zip(plan.stages, bounds, strict=True)):
+    for index, run in enumerate(bounds):
+        stage = plan.stages[index]
         axes = restriction(stage.mesh, Forced())
-        rows = (*axes.split_batch, *axes.split_experts, *axes.split_positions)
-        if plan.microbatch_size % stage.mesh.num_ranks(list(rows)):
+        rows = (*axes.split_batch, *axes.split_positions)
+        if plan.microbatch_size % stage.mesh.num_ranks([*rows, *axes.split_experts]):
             return None
-        by_rows = replace(
-            axes, split_batch=(*axes.split_batch, *axes.split_positions), split_positions=()
-        )
-        layouts = _solved(structure, given, index, run, by_rows, basis)
+        axes = replace(axes, split_batch=rows, split_positions=())
+        layouts = _solved(structure, given, index, run, axes, basis)
         if layouts is None:
             return None
-        named = structure.blocks.blocks[slice(*run)]
-        own = zip(stage.blocks, named, strict=True)
+        own = zip(stage.blocks, structure.blocks.blocks[slice(*run)], strict=True)
         kinds = tuple(replace(block, kind=of.kind) for block, of in own)
         stages.append(replace(stage, layouts=layouts, blocks=kinds))
     return replace(plan, stages=tuple(stages))
@@ -126,42 +121,28 @@ def _solved(
     basis: Basis,
 ) -> dict[str, NodeLayout] | None:
     """Return the fastest layouts of stage ``index`` (blocks ``run``) on meshes used as ``axes``
-    says, with parameters as planned; None if that is not possible."""
+    says, with parameters and buffers as planned; None if that is not possible."""
     plan, graph = given.plan, structure.graph
-    stage, held = plan.stages[index], dict[str, NodeLayout]()
-    for node in graph:
-        found = stage.layout_of(node.name, given.blocks)
-        if node.kind in ("parameter", "buffer") and found is not None:
-            held[node.name] = found
-    pins = {}
-    for name in (node.name for node in graph.parameters if node.name in held):
-        pairs = zip(held[name].outputs[0], stage.mesh.axes, strict=True)
-        kept = ((each if each.is_shard else REPLICATE, axis) for each, axis in pairs)
-        pins[structure.parameter_key(name)] = tuple(Pin(name, *each) for each in kept)
-    prices = Prices(
-        stage.mesh,
-        plan.cluster,
-        stage.devices,
-        plan.model.precision,
-        plan.model.optimizer,
-        default_rules,
-        PriceCache(),
-        profile=basis.used,
-        assumptions=basis.with_shard_degree(stage.shard_degree or NO_GROUPS).assumptions,
-        states=plan.states,
-    )
+    stage = plan.stages[index]
+    leaves = (node for node in graph if node.kind in ("parameter", "buffer"))
+    planned = {node.name: stage.layout_of(node.name, given.blocks) for node in leaves}
+    held = {name: each for name, each in planned.items() if each is not None}
+    pins = {
+        structure.parameter_key(name): tuple(
+            Pin(name, placement if placement.is_shard else REPLICATE, axis)
+            for placement, axis in zip(each.outputs[0], stage.mesh.axes, strict=True)
+        )
+        for name, each in held.items()
+        if graph[name].kind == "parameter"
+    }
+    prices = stage_prices(plan, stage, (), PriceCache(), basis=basis)
     link = plan.cluster.send_link(plan.stages[index - 1].devices, stage.devices)
     model = StageModel(structure, prices, replace(axes, pins=pins), link)
-    limits = Limits(float("inf"), (stage.zero,), "none")
-    answer = IntraOp(model, limits, Budget.of(float("inf"))).best(
-        structure.run(*run), plan.num_microbatches, 1
-    )
+    solver = IntraOp(model, Limits(float("inf"), (stage.zero,), "none"), Budget.of(float("inf")))
+    answer = solver.best(structure.run(*run), plan.num_microbatches, 1)
     assert answer is not None, "no limit of memory or time can be exceeded"
     layouts = stage_layouts(structure, model, answer, run)
-    for name, planned in held.items():
-        solved = structure.blocks.entry(layouts, name)
-        if graph[name].kind == "buffer":
-            layouts[name] = planned
-        elif solved is not None and solved.outputs != planned.outputs:
-            return None
-    return layouts
+    layouts |= {name: each for name, each in held.items() if graph[name].kind == "buffer"}
+    solved = {name: structure.blocks.entry(layouts, name) for name in held}
+    is_same = all(each is None or each.outputs == held[n].outputs for n, each in solved.items())
+    return layouts if is_same else None
