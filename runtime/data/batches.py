@@ -329,12 +329,6 @@ class StepBatches:
             self._held[rows] = rows_of_rank(found.rows, found.plan, self._rank)
         return self._held[rows]
 
-    def add(self, plan: Plan) -> None:
-        """Let global batches have as many rows as ``plan``, derived from the planned one, has."""
-        graph = self._program.graph.with_batch_size(plan.microbatch_size)
-        rows = rows_of_stages(graph, self._program.blocks, plan, counts=plan.num_microbatches > 1)
-        self._batches.setdefault(plan.model.global_batch, SmallerBatch(plan, rows))
-
     def announce(self, rows: int) -> None:
         """Record that the next global batch, of which every rank is given only its own rows, has
         ``rows`` rows in all."""

@@ -131,12 +131,12 @@ def bucket_variants(
     """Return, for each of ``buckets``, the ``planned`` step with sequences cut to its length and
     with its rows, in the fastest layouts by the prices of ``basis``.
 
-    Lengths must be below the planned one, and ascend: else UsageError AP561, as where the plan
-    cannot run so many rows. Raises PlanError AP560 where shorter sequences would give other
-    training results."""
-    pairs = [*buckets.items()] if isinstance(buckets, Mapping) else [*buckets]
+    Lengths must be below the planned one, ascend, and be divided by the plan's degrees: else
+    UsageError AP561. Raises UsageError AP836 where the plan cannot run so many rows, and PlanError
+    AP560 where shorter sequences would give other training results."""
+    given = sorted(buckets.items()) if isinstance(buckets, Mapping) else buckets
     batch = planned.plan.model.global_batch
-    shapes = [each if isinstance(each, tuple) else (each, batch) for each in pairs]
+    shapes = [(each, batch) if isinstance(each, int) else (each[0], each[1]) for each in given]
     if not shapes:
         return ()
     length, _ = find_padding(planned.program.graph)
@@ -151,7 +151,10 @@ def bucket_variants(
     places, found = {planned.plan.microbatch_size: find_places(planned.program.graph)}, []
     for each, rows in shapes:
         most = length * planned.plan.microbatch_size // each
-        step = planned if rows == batch else _with_rows(planned, rows, most)
+        step, program = planned, planned.program
+        if rows != batch:
+            program = program.of_global_batch(rows) or program
+            step = variant_of(program, smaller_batch(program, planned.plan, rows, most).plan)
         graph, (part,), size = step.program.graph, step.slices, step.plan.microbatch_size
         if size not in places:
             places[size] = find_places(graph)
@@ -160,28 +163,10 @@ def bucket_variants(
         shape = step.shape._replace(length=each)
         own = with_fastest_layouts(alone, part.blocks, basis)
         if not all(layouts_divide(own.graph, own.blocks, stage) for stage in own.plan.stages):
-            what = f"a bucket of {each} positions"
-            raise _refused(what, "the plan's layouts do not divide so many into equal parts")
+            why = "the plan's layouts do not divide so many into equal parts"
+            raise _refused(f"buckets of {rows} rows of {each} positions", why)
         found.append(replace(step, shape=shape, slices=(own,)))
     return tuple(found)
-
-
-def _with_rows(planned: Variant, rows: int, most: int) -> Variant:
-    """Return the ``planned`` step for batches of ``rows`` rows, in the fewest micro-batches of at
-    most ``most`` rows. Raises UsageError AP561 where there is none."""
-    plan, graph = planned.plan, planned.program.graph
-    what = f"buckets with batches of {rows} rows"
-    why = _why_none(graph, plan) or ("a bucket has a row or more" if rows < 1 else "")
-    program = None if why else planned.program.of_global_batch(rows)
-    if program is None:
-        raise _refused(what, why or "the model's code takes another path for so many rows")
-    crossing = crossing_pairs(planned.program, plan)
-    for size in range(min(rows, most), 0, -1):
-        found = None if rows % size else _even(program, plan, rows // size, size)
-        if found is not None and _can_be_scheduled(found, crossing):
-            return variant_of(program, found)
-    why = f"no micro-batch of at most {most} rows is divided by the plan's layouts"
-    raise _refused(what, f"{why}, whose schedule is {plan.schedule or 'none'}")
 
 
 def agreed(variant: Variant) -> Variant:
@@ -255,13 +240,14 @@ class SmallerBatch:
     rows: tuple[StageRows | None, ...]
 
 
-def smaller_batch(program: Program, plan: Plan, rows: int) -> SmallerBatch:
-    """Derive the plan for a global batch of ``rows`` rows, fewer than planned, and the rows that
-    each stage's ranks read. Raises UsageError AP836 where the plan cannot run such a batch."""
+def smaller_batch(program: Program, plan: Plan, rows: int, most: int = 0) -> SmallerBatch:
+    """Derive the plan for a global batch of ``rows`` rows, and the rows that each stage's ranks
+    read. Micro-batches have at most ``most`` rows, or as many as planned. Raises UsageError AP836
+    where the plan cannot run such a batch."""
     why = _why_none(program.graph, plan)
     uneven = why or _why_not_uneven(program, plan)
     crossing = crossing_pairs(program, plan)
-    for size in range(min(rows, plan.microbatch_size), 0, -1):
+    for size in range(min(rows, most or plan.microbatch_size), 0, -1):
         if why or rows % size:
             continue
         found = _even(program, plan, rows // size, size) if not plan.stages[0].shares else None

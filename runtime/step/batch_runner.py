@@ -89,7 +89,7 @@ class BatchRunner:
         for bucket in buckets:
             if bucket.shape.rows != self.shape.rows:
                 model.take_program(bucket.shape.rows, 0, bucket.program)
-                self.batches.add(bucket.plan)
+                self.batches.batch(bucket.shape.rows)
             self.add(bucket)
 
     def _check_length(self, length: int, paddings: Mapping[str, Padding]) -> None:

@@ -28,7 +28,7 @@ from autoparallel.runtime.verify.verify import Verification, verify
 
 ROWS = 2
 BUCKETS = ((4, 2), (4, 8), (8, 4))
-"""Lengths and rows. Two rows of four positions cannot be split over four ranks."""
+"""Lengths and rows. Two rows cannot be split over four ranks."""
 LENGTHS_AND_ROWS = ((SEQ, 2), (4, 8), (7, 4), (3, 2), (11, 2), (3, 8), (SEQ, 2))
 CASES = (
     ("gpt", "cp=4,zero=3"),
@@ -151,7 +151,7 @@ def test_ranks_may_be_given_their_own_rows_alone() -> None:
 def refusals(text: str) -> list[str]:
     """What a rank is told about buckets, and about batches that fit none."""
     told = []
-    for buckets in ({4: 3}, {4: 0}, [(8, 4), (4, 4)], {SEQ: 4}, (5,)):
+    for buckets in ({4: 0}, {4: 3}, [(8, 4), (4, 4)], {SEQ: 4}, (5,)):
         with pytest.raises(UsageError) as caught:
             trainer_of("gpt", text, buckets)
         told.append(str(caught.value))
@@ -169,7 +169,7 @@ def test_other_batches_are_refused_on_every_rank() -> None:
     found = run_processes(4, refusals, planned("gpt", "dp=2,cp=2"))
     for told in found:
         codes = [text[6:11] for text in told]
-        assert codes == ["AP561"] * 5 + ["AP836"] * 2 + ["AP130"]
-        assert "batches of 3 rows" in told[0]
-        assert "a bucket of 5 positions" in told[4]
+        assert codes == ["AP836"] + ["AP561"] * 4 + ["AP836"] * 2 + ["AP130"]
+        assert "3 rows of 4 positions" in told[1]
+        assert "2 rows of 5 positions" in told[4]
         assert "no bucket" in told[5]
