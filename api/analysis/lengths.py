@@ -132,12 +132,11 @@ def _options(
     """Return the best steps for each number of buckets. ``seconds``: of a step of each shape; of
     several with one length, the last has most rows. ``price`` prices some of them."""
     *shorter, planned = {length: (length, rows) for length, rows in sorted(seconds)}.values()
-    numbers = range(min(MOST_BUCKETS, len(shorter)) + 1)
-    chosen = (
-        (price((*each, planned), seconds) for each in combinations(shorter, number))
-        for number in numbers
-    )
-    return tuple(max(each, key=lambda one: one.tokens_per_second) for each in chosen)
+    found = []
+    for number in range(min(MOST_BUCKETS, len(shorter)) + 1):
+        choices = (price((*each, planned), seconds) for each in combinations(shorter, number))
+        found.append(max(choices, key=lambda each: each.tokens_per_second))
+    return tuple(found)
 
 
 def _bucket_seconds(model: PlanModel, shapes: Iterable[Shape]) -> Iterator[tuple[Shape, float]]:

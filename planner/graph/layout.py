@@ -417,15 +417,8 @@ class NodeLayout:
 BALANCED = "balanced"
 """Label of causal attention with balanced queries: see ``ops.attention``."""
 
-RING = "ring"
-"""Label of attention whose keys and values pass from rank to rank: see ``ops.attention``."""
-
-HALO = "halo"
-"""Label of attention with a window that receives the keys and values of its first queries' windows
-from the ranks before: see ``ops.attention``."""
-
-RINGS = frozenset((RING, HALO))
-"""Labels of attention on an axis that splits the positions of queries, keys and values alike."""
+RING, HALO = RINGS = "ring", "halo"
+"""Labels of attention whose keys and values pass from rank to rank: see ``ops.attention``."""
 
 OF_GROUPS = "heads of queries"
 """Label of attention on an axis that splits the heads of queries, but not those of keys and values:

@@ -262,9 +262,9 @@ def _window_bytes(node: Node, inputs: Specs) -> int:
 
 def _halo_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     """Return the bytes kept besides: keys and values behind their halo, or their copies."""
-    joined = _with_halo(node, inputs)
-    own = 0 if is_grouped(node) else sum(spec.num_bytes for spec in joined[1:])
-    return own + _kept_bytes(node, joined, outputs)
+    query, *joined = _with_halo(node, inputs)
+    own = 0 if is_grouped(node) else sum(spec.num_bytes for spec in joined)
+    return own + _kept_bytes(node, (query, *joined), outputs)
 
 
 def _balanced_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
@@ -285,14 +285,11 @@ def _with_halo(node: Node, inputs: Specs) -> Specs:
 
 def _products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
     """Return (batch · heads, queries, keys, head size) of each kernel, forward and backward."""
-    query, key = inputs[:2]
-    own = _own_product(inputs)
-    seen = _keys_seen(node, inputs)
+    query, seen = inputs[0], _keys_seen(node, inputs)
+    own = ((prod(query.shape[:-2]), query.shape[-2], seen, query.shape[-1]),)
     if is_chunked(node, inputs):
         chunks = query.shape[-2] // window_of(node)
         own = ((prod(query.shape[:-2]) * chunks, seen // 2, seen, query.shape[-1]),)
-    elif seen < key.shape[-2]:
-        own = ((prod(query.shape[:-2]), query.shape[-2], seen, query.shape[-1]),)
     if packet(node.op) == "balanced_attention":
         own = _halves(node, query)
     return own, own if wanted else ()
@@ -437,10 +434,7 @@ HALO_RECORD = replace(
     name="halo_attention",
     flops=lambda node, inputs, *rest: _flops(node, _with_halo(node, inputs), *rest),
     products=lambda node, inputs, wanted: _products(node, _with_halo(node, inputs), wanted),
-    # Forward: one of attention, three to copy the rows that are sent, four to join the received
-    # ones to keys and values. Backward: one of attention, and of gradients as many copies and two
-    # sums.
-    kernels=(8, 10),
+    kernels=(8, 10),  # beside attention seven copies of sent and joined rows; then two sums
     kept_bytes=_halo_bytes,
 )
 

@@ -253,7 +253,7 @@ def as_run(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
     """
     if is_expert_layer(node):
         return as_received(node, layout, mesh_shape)
-    if not (RINGS | {BALANCED}).intersection(layout.labels):
+    if not {BALANCED, *RINGS}.intersection(layout.labels):
         return node
     is_causal = bool(argument(node, 5, "is_causal", False))
     named = {"scale": argument(node, 6, "scale"), "enable_gqa": argument(node, 7, "enable_gqa")}
