@@ -273,6 +273,8 @@ def refused_batch(plan: Plan, rows: int, why: str) -> UsageError:
 
 
 def _why_none(graph: Graph, plan: Plan) -> str:
+    if not graph.batch_dims and plan.model.global_batch == 1:
+        return "the model's code takes another path for several rows than for the planned one"
     if not graph.batch_dims:
         return "rows of the batch meet before the loss"
     if plan.slices:
