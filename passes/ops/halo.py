@@ -43,7 +43,7 @@ def halo_attention(
         rows = torch.cat([rows[length - number :] for number in sent])
         halo = exchange(rank, rows, Parts(lambda: (sent, received, ())), ring)
         widths = [key[..., 0, :].numel(), value[..., 0, :].numel()]
-        key, value = map(_joined, halo.split(widths, 1), (key, value))
+        key, value = map(_joined, torch.split(halo, widths, 1), (key, value))
     enable_gqa = query.shape[-3] != key.shape[-3]
     return windowed_attention(query, key, value, window=window, scale=scale, enable_gqa=enable_gqa)
 

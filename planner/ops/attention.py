@@ -286,7 +286,7 @@ def _with_halo(node: Node, inputs: Specs) -> Specs:
 def _products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
     """Return (batch · heads, queries, keys, head size) of each kernel, forward and backward."""
     query, seen = inputs[0], _keys_seen(node, inputs)
-    own = ((prod(query.shape[:-2]), query.shape[-2], seen, query.shape[-1]),)
+    own: tuple[Product, ...] = ((prod(query.shape[:-2]), query.shape[-2], seen, query.shape[-1]),)
     if is_chunked(node, inputs):
         chunks = query.shape[-2] // window_of(node)
         own = ((prod(query.shape[:-2]) * chunks, seen // 2, seen, query.shape[-1]),)
