@@ -106,10 +106,12 @@ def _keys_seen(node: Node, inputs: Specs) -> int:
     return 2 * window if is_chunked(node, inputs) else min(length, rows + window - 1)
 
 
-def copies_keys(node: Node) -> bool:
-    """Return whether attention with a window keeps copies of keys and values: behind their halo, or
-    with a head for each head of queries."""
-    return node.op == HALO_ATTENTION or (window_of(node) > 0 and is_grouped(node))
+def copies_keys(node: Node, inputs: Specs) -> bool:
+    """Return whether attention keeps copies of keys and values in place of its inputs: behind their
+    halo, or with a head for each head of queries."""
+    if node.op in (RING_ATTENTION, BALANCED_RING, HALO_ATTENTION):
+        return node.op == HALO_ATTENTION
+    return is_grouped(node) and (window_of(node) > 0 or _copied_heads_bytes(node, inputs) > 0)
 
 
 def is_chunked(node: Node, inputs: Specs) -> bool:

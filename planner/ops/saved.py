@@ -54,8 +54,8 @@ def saved_inputs(node: Node, inputs: Specs | None, *, count: int) -> tuple[int, 
     match spec.keeps:
         case "input" | "condition":
             return everything[:1]
-        case "both" if copies_keys(node):
-            return everything[:1]
+        case "both" if inputs is not None and copies_keys(node, inputs):
+            return (0, *everything[3:])
         case "inputs" | "both" | "power":
             return everything
         case "rest":
