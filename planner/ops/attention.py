@@ -248,8 +248,8 @@ def kept_statistics(outputs: Specs) -> int:
 
 def _window_bytes(node: Node, inputs: Specs) -> int:
     """Return the bytes of masks and of copied queries, keys and values of attention with a window.
-    Keys and values are copied if a group of heads of queries reads each head. In chunks those of
-    all queries after the first are copied, keys and values twice."""
+    Keys and values are copied if a group of heads of queries reads each head. Several
+    chunks after the first are copied, keys and values twice; one is not."""
     query, key, value = inputs[:3]
     window, rows = window_of(node), query.shape[-2]
     before = min(key.shape[-2] - rows, window - 1)
@@ -257,7 +257,7 @@ def _window_bytes(node: Node, inputs: Specs) -> int:
     row = prod(query.shape[:-2]) * query.itemsize
     pair = row * (key.shape[-1] + value.shape[-1])
     copied = (rows + before) * pair * is_grouped(node)
-    folded = (rows - first) * (row * query.shape[-1] + 2 * pair)
+    folded = (rows - first) * (row * query.shape[-1] + 2 * pair) * (rows - first > window)
     masks = first * (before + first) + (2 * window**2 if first < rows else 0)
     return copied + folded + masks * query.itemsize
 

@@ -147,7 +147,7 @@ def test_attention_with_a_halo_is_priced_by_the_keys_that_it_multiplies(
     assert "k:0" not in parts
     joined = 2 * (4 + before) * ROW
     is_chunked = window == 2
-    copies = (2 * ROW + 2 * 2 * 2 * ROW + 4 * ROW) if is_chunked else 0
+    copies = 4 * ROW if is_chunked else 0
     masks = 2 * (2 + 1) + 2 * 4 if is_chunked else 4 * (4 + before)
     assert parts["op:extra"] == joined + copies + 4 * masks + 4 * HEADS * 4
     assert working_bytes(graph["op"], layout, graph, prices) == 4 * 4 * ROW + 2 * joined
