@@ -13,12 +13,12 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from ..costs.basis import DEFAULT, Basis
-from ..costs.choices import Restriction
+from ..costs.choices import Restriction, divides_all, input_specs
 from ..costs.precision import with_precision
 from ..costs.price_cache import PriceCache
 from ..evaluate.evaluate import Evaluator, stage_prices
 from ..graph.graph import Blocks, Graph
-from ..graph.layout import REPLICATE, NodeLayout, divides
+from ..graph.layout import REPLICATE, NodeLayout
 from ..inter_op.submesh import restriction
 from ..intra_op.intra_op import IntraOp, Limits
 from ..plan import Plan, StagePlan
@@ -37,39 +37,34 @@ def with_fastest_layouts(
     """Return the micro-batch ``given`` of a bucket with the plan's layouts, or with an axis ``cp``
     that splits rows if this is faster and needs no more memory than the plan's layouts or the
     devices have. ``blocks``: of the planned micro-batch."""
-    kinds = [block.kind for block in blocks.blocks]
-    alike = Blocks(
-        tuple(replace(own, kind=kind) for own, kind in zip(given.blocks.blocks, kinds, strict=True))
-    )
     if not given.graph.batch_dims:
         return given
+    pairs = zip(given.blocks.blocks, blocks.blocks, strict=True)
+    alike = Blocks(tuple(replace(own, kind=planned.kind) for own, planned in pairs))
     graph = with_precision(_with_batch_dims(given.graph), given.plan.model.precision)
-    by_rows = _by_rows(Structure(graph, alike), given, basis)
-    if by_rows is None:
+    plan = _by_rows(Structure(graph, alike), given, basis)
+    if plan is None:
         return given
-    if not all(layouts_divide(graph, given.blocks, stage) for stage in given.plan.stages):
-        return replace(given, blocks=alike, plan=by_rows)
-    cluster = given.plan.cluster
-    as_planned = Evaluator(graph, given.blocks, basis=basis).evaluation(given.plan, cluster)
-    found = Evaluator(graph, alike, basis=basis).evaluation(by_rows, cluster)
-    most = max(as_planned.peak_memory_bytes, cluster.usable_memory_bytes)
-    if found.step_seconds >= as_planned.step_seconds or found.peak_memory_bytes > most:
-        return given
-    return replace(given, blocks=alike, plan=by_rows)
+    if all(layouts_divide(graph, given.blocks, stage) for stage in given.plan.stages):
+        as_planned, found = (
+            Evaluator(graph, own, basis=basis).evaluation(each, plan.cluster)
+            for own, each in ((given.blocks, given.plan), (alike, plan))
+        )
+        most = max(as_planned.peak_memory_bytes, plan.cluster.usable_memory_bytes)
+        if found.step_seconds >= as_planned.step_seconds or found.peak_memory_bytes > most:
+            return given
+    return replace(given, blocks=alike, plan=plan)
 
 
 def layouts_divide(graph: Graph, blocks: Blocks, stage: StagePlan) -> bool:
     """Return whether the stage's layouts split all tensors of ``graph`` evenly."""
-    for node in graph:
-        layout = stage.layout_of(node.name, blocks)
-        if layout is None or node.kind not in ("op", "input"):
-            continue
-        specs = (*map(graph.spec, node.inputs), *node.outputs)
-        held = (*layout.inputs, *layout.outputs)
-        pairs = zip(specs, held, strict=True)
-        if not all(divides(spec.shape, each, stage.mesh.shape) for spec, each in pairs):
-            return False
-    return True
+    values = (node for node in graph if node.kind in ("op", "input"))
+    pairs = ((node, stage.layout_of(node.name, blocks)) for node in values)
+    return all(
+        layout is None
+        or divides_all(layout, input_specs(node, graph), node.outputs, stage.mesh.shape)
+        for node, layout in pairs
+    )
 
 
 def _with_batch_dims(graph: Graph) -> Graph:
