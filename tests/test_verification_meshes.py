@@ -20,7 +20,7 @@ from test_verification import GLOBAL_BATCH, SEQ, captured, check_verified, targe
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
-from autoparallel.planner.graph.layout import BALANCED, NodeLayout, balanced_axes, shard
+from autoparallel.planner.graph.layout import BALANCED, HALO, NodeLayout, balanced_axes, shard
 from autoparallel.planner.ops.attention import ring_axes
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
@@ -108,6 +108,15 @@ RING_FOUR = (
     ("deepseek_v3", "cp=4"),
     ("llama", "cp=2,tp=2,recompute=attention"),
     ("gpt", "cp=4,recompute=none-offloaded"),
+)
+HALO_FEW = (
+    ("window", "cp=2,microbatches=2,recompute=attention"),
+    ("window", "cp=2,recompute=none"),
+)
+HALO_FOUR = (
+    ("window", "cp=4,zero=3,microbatches=2,recompute=selective"),
+    ("window", "cp=2,tp=2,recompute=full"),
+    ("window", "dp=2,cp=2,zero=2,recompute=attention-offloaded"),
 )
 DROPPED_FEW = (("dropout", "cp=2"),)
 HEADS_FEW = (("gpt", "cp=2"), ("llama", "cp=2,microbatches=2,recompute=selective"))
@@ -251,6 +260,25 @@ def test_a_ring_of_four_ranks_or_beside_split_heads_equals_one_device(case: Case
 @pytest.mark.parametrize("case", RING_FOUR, ids=" ".join)
 def test_ring_attention_on_four_ranks_equals_one_device(case: Case) -> None:
     check_verified(results(4, RING_FOUR, by_ring, ("ring",))[case])
+
+
+@pytest.mark.parametrize("case", HALO_FEW, ids=" ".join)
+def test_windows_across_two_ranks_equal_one_device(case: Case) -> None:
+    check_verified(results(2, HALO_FEW, by_halo, ("ring",))[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HALO_FOUR, ids=" ".join)
+def test_windows_across_four_ranks_equal_one_device(case: Case) -> None:
+    check_verified(results(4, HALO_FOUR, by_halo, ("ring",))[case])
+
+
+def by_halo(plan: Plan) -> Plan:
+    """The plan, whose attention receives the keys of its windows alone."""
+    assert all(
+        any(HALO in layout.labels for layout in stage.layouts.values()) for stage in plan.stages
+    )
+    return plan
 
 
 @pytest.mark.parametrize("case", DROPPED_FEW, ids=" ".join)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -46,6 +46,7 @@ from autoparallel.profiling.work_list import (
     measure_together,
     under_torchrun_here,
 )
+from autoparallel.runtime.data.variants import Buckets
 from autoparallel.runtime.launch.membership import check_none_idle, join
 from autoparallel.runtime.launch.process import meeting_at_agent
 from autoparallel.runtime.messages.shared_objects import (
@@ -69,7 +70,7 @@ def join_training(
     job: PlanJob,
     plan: Plan | None,
     progress: Callable[..., None] | None = None,
-    buckets: Sequence[int] = (),
+    buckets: Buckets = (),
     timeout_seconds: float | None = None,
 ) -> tuple[Trainer, LiveCaptures]:
     """Return the trainer of this rank for a model, and the captured programs of the model's code.

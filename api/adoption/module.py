@@ -27,6 +27,7 @@ from autoparallel.calls.methods import check_methods, has_forward, whole_method
 from autoparallel.options.environment import as_launched
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
+from autoparallel.runtime.data.variants import Buckets
 from autoparallel.runtime.launch.watched_script import watch_script
 from autoparallel.runtime.messages.device_queue import queue_of
 from autoparallel.runtime.messages.groups import allow_seconds
@@ -63,7 +64,7 @@ class ParallelModule(nn.Module):
         loss_fn: LossFn | None = None,
         build_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
         timeout_seconds: float | None = None,
-        buckets: Sequence[int] = (),
+        buckets: Buckets = (),
     ) -> Trainer:
         """Plan the model unless planned, replace its weights by shards, and return the trainer.
 

@@ -9,7 +9,7 @@ error with a fix.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.data.batches import mark_inputs
 from autoparallel.runtime.data.rank_batch import ShareBatch
+from autoparallel.runtime.data.variants import Buckets
 from autoparallel.runtime.messages.shared_objects import share_in_place
 from autoparallel.runtime.parameters.global_values import (
     draw_whole_values,
@@ -111,9 +112,7 @@ class ParallelState:
         """Return a tensor's device, or the CPU for a meta tensor."""
         return torch.device("cpu") if tensor.is_meta else tensor.device
 
-    def join(
-        self, model: nn.Module, job: PlanJob, plan: Plan | None, buckets: Sequence[int]
-    ) -> None:
+    def join(self, model: nn.Module, job: PlanJob, plan: Plan | None, buckets: Buckets) -> None:
         """Plan the model and replace its weights by this rank's shards. Collective."""
         check_backward_hooks(model)
         self._check_unwritten(model)

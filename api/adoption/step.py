@@ -7,7 +7,7 @@ weights.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from autoparallel.passes.programs.batch import leaves
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.variants.parameter_servers import check_not_served
+from autoparallel.runtime.data.variants import Buckets
 from autoparallel.runtime.step.training_step import PlainTrainer, TrainingStep
 from autoparallel.runtime.update.optimizer import BuildOptimizer, build_with, default_optimizer
 from autoparallel.runtime.update.update import BuildScheduler, OnNan, UpdateOptions
@@ -54,7 +55,7 @@ class Step:
         on_nan: OnNan = "ignore",
         callbacks: Callable[[], Iterable[Callback]] | None = None,
         timeout_seconds: float | None = None,
-        buckets: Sequence[int] = (),
+        buckets: Buckets = (),
     ) -> None:
         """Prepare training of ``model``: made by ``parallelize`` or, outside torchrun, a plain
         module.
@@ -80,7 +81,8 @@ class Step:
         (600), ends every rank: each reports its own action and the missing rank.
 
         ``buckets`` are sequence lengths below the planned length, in ascending order: a step with a
-        shorter batch runs at the shortest bucket that it fits, padded to it.
+        shorter batch runs at the shortest bucket that it fits, padded to it. A mapping or pairs of
+        lengths and rows, as ``{16384: 8}``, let batches of so many rows run at this length.
 
         Raises UsageError AP142 for a plan with several devices outside torchrun, AP148 for a plain
         module under torchrun, AP900 for a bad option, AP901 for options that an asynchronous

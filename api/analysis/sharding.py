@@ -14,6 +14,7 @@ from typing import Any
 from autoparallel.options.words import bytes_text, held_text, seconds_text
 from autoparallel.planner.graph.layout import (
     BALANCED,
+    HALO,
     OF_GROUPS,
     RING,
     Layout,
@@ -228,6 +229,7 @@ def _axis_line(stage: StagePlan, axis: str) -> str:
 
 WAYS = {
     BALANCED: "causal attention balanced by swapping queries",
+    HALO: "attention receives the keys and values of its window from the ranks before",
     RING: "attention passes keys and values from rank to rank",
     "heads": "attention splits heads after an all-to-all",
     OF_GROUPS: "attention splits heads of queries after an all-to-all",
@@ -237,9 +239,8 @@ WAYS = {
 
 def attention_ways(stage: StagePlan, axis: int) -> tuple[str, ...]:
     """Return the ways in which a stage's attention is split over a mesh axis, the most frequent
-    first: the labels ``BALANCED``, ``RING`` or ``OF_GROUPS`` of its strategies; "q" if it gathers
-    keys and values without balancing; "heads" if "cp", whose other ops have positions, splits
-    heads."""
+    first: the labels of ``WAYS`` that its strategies have; "q" if it gathers keys and values
+    without balancing; "heads" if "cp", whose other ops have positions, splits heads."""
     is_cp = stage.mesh.axes[axis] == "cp"
     labels = Counter(
         label
@@ -247,7 +248,7 @@ def attention_ways(stage: StagePlan, axis: int) -> tuple[str, ...]:
         if "scaled_dot_product_attention" in name and node.inputs and node.labels
         if (label := node.labels[axis]) in (BALANCED, RING, "q") or is_cp
     )
-    known = (BALANCED, RING, OF_GROUPS, "q")
+    known = (*WAYS, "q")
     return tuple(label if label in known else "heads" for label, _ in labels.most_common())
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from autoparallel.analysis.compare import Item, MeasuredRun
 from autoparallel.analysis.facts import bytes_of
-from autoparallel.analysis.lengths import LengthPrices
+from autoparallel.analysis.lengths import Bucketed, LengthPrices, best_of
 from autoparallel.analysis.measured_blocks import ComputeError
 from autoparallel.analysis.plan_model import Explanation
 from autoparallel.analysis.what_if import Changed, terms
@@ -77,32 +77,41 @@ def print_lengths(found: LengthPrices, plan: Plan, console: Console) -> None:
         )
     )
     console.print()
+    _print_buckets(found.options, console)
+    best, grouped = best_of(found.options), best_of(found.grouped)
+    if best.buckets[:-1]:
+        console.print(Text(f"\nin a script: Step(model, buckets={best.buckets[:-1]})"))
+    else:
+        console.print(Text("\nbuckets gain less than 1 %"))
+    if grouped.tokens_per_second > 1.01 * best.tokens_per_second:
+        console.print(Text("\nwith sequences of one bucket, and more of them, in each batch\n"))
+        _print_buckets(found.grouped, console)
+        pairs = dict(zip(grouped.buckets[:-1], grouped.rows, strict=False))
+        console.print(Text(f"\nin a script: Step(model, buckets={pairs})"))
+
+
+def _print_buckets(options: Sequence[Bucketed], console: Console) -> None:
     table = plain_table(
         ("buckets", "left"),
         ("mean step", "right"),
-        ("", "right"),
         ("tokens/s", "right"),
+        ("", "right"),
         ("padding", "right"),
     )
-    whole = found.options[0]
-    for one in found.options:
+    whole = options[0]
+    for one in options:
         *shorter, planned = one.buckets
-        name = " · ".join(f"{bucket:,}" for bucket in (*shorter, planned))
-        ratio = one.step_seconds / whole.step_seconds - 1
+        pairs = zip(one.buckets, one.rows, strict=True)
+        more = (f"{each:,}" + f" × {n}" * (n != whole.rows[0]) for each, n in pairs)
+        ratio = one.tokens_per_second / whole.tokens_per_second - 1
         table.add_row(
-            name if shorter else f"{planned:,}, as planned",
+            " · ".join(more) if shorter else f"{planned:,}, as planned",
             seconds_text(one.step_seconds),
-            change_text(ratio) if shorter else "",
             count_text(one.tokens_per_second),
+            change_text(ratio) if shorter else "",
             percent_text(one.padding),
         )
     console.print(table)
-    buckets = found.best.buckets[:-1]
-    if buckets:
-        text = ", ".join(map(str, buckets)) + ("," if len(buckets) == 1 else "")
-        console.print(Text(f"\nin a script: Step(model, buckets=({text}))"))
-    else:
-        console.print(Text("\nbuckets gain less than 1 %"))
 
 
 def print_why_not(plan: Plan, forced: Plan, parallel: str, console: Console) -> None:

@@ -28,6 +28,7 @@ MODULES = (
     "autoparallel.passes.ops.collectives",
     "autoparallel.passes.ops.attention_parts",
     "autoparallel.passes.ops.ring",
+    "autoparallel.passes.ops.halo",
     "autoparallel.passes.ops.experts",
     "autoparallel.passes.local.local_indexing",
     "autoparallel.passes.local.local_functions",

@@ -35,6 +35,7 @@ LIMITS = {
     "sp": "norms on whole sequences",
     "ep": "data parallelism: every rank gathers all experts",
     "ring": "keys and values gathered",
+    "halo": "keys and values gathered",
     "ulysses": "keys and values gathered",
     "selective": "recomputation of whole layers",
     "mixed-recompute": "recomputation of all layers",

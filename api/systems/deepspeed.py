@@ -45,6 +45,7 @@ LIMITS = {
     "cp": "data parallelism, or tensor parallelism where the batch has too few samples; its "
     "sequence parallelism is written in the model's code",
     "ring": "whole sequences on every rank",
+    "halo": "whole sequences on every rank",
     "ulysses": "whole sequences on every rank",
     "selective": "recomputation of whole layers, which the model has to turn on",
     "full": "the model has to turn it on: model.gradient_checkpointing_enable()",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoparallel.analysis.sharding import attention_ways
-from autoparallel.planner.graph.layout import OF_GROUPS, RING
+from autoparallel.planner.graph.layout import HALO, OF_GROUPS, RING
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.schedules.catalogue import SCHEDULES
@@ -24,6 +24,7 @@ FEATURES = {
     "sp": "sequence parallelism: norms split by positions within tp",
     "cp": "context parallelism",
     "ring": "ring attention",
+    "halo": "attention that receives the keys of its windows alone",
     "ulysses": "attention by heads on ranks of context parallelism",
     "ep": "expert parallelism",
     "pp": "pipeline parallelism",
@@ -124,13 +125,17 @@ def features_of(plan: Plan) -> tuple[Feature, ...]:
     return tuple({feature.name: feature for feature in reversed(found)}.values())[::-1]
 
 
+WAYS_OF_ATTENTION = (("ring", {RING}), ("halo", {HALO}), ("ulysses", {"heads", OF_GROUPS}))
+"""Features of attention on an axis "cp", with the labels of their ways (``attention_ways``)."""
+
+
 def _parallelism(plan: Plan) -> Iterator[Feature]:
     every = [axis_roles(plan, stage) for stage in plan.stages]
     for name, what in (("tp", "tensor"), ("cp", "context"), ("ep", "expert")):
         if (most := max(getattr(roles, name) for roles in every)) > 1:
             yield Feature(name, f"{what} parallelism, {name}={most}")
-    for name, labels in (("ring", (RING,)), ("ulysses", ("heads", OF_GROUPS))):
-        if set(labels) & set(context_ways(plan)):
+    for name, labels in WAYS_OF_ATTENTION:
+        if labels & set(context_ways(plan)):
             yield Feature(name, FEATURES[name])
     if any(roles.splits_norms for roles in every):
         yield Feature("sp", FEATURES["sp"])

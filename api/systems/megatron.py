@@ -52,6 +52,7 @@ LIMITS = {
     "bfs": "interleaved 1F1B",
     "zbv": "interleaved 1F1B: stage s is on rank s mod pp, not in a V",
     "dualpipev": "interleaved 1F1B: stage s is on rank s mod pp, not in a V",
+    "halo": "keys and values gathered",
     "selective": "recomputation of its norms (recompute-modules layernorm), which keeps more than "
     "the plan's and is priced as if nothing were recomputed; where that does not fit, full "
     "recomputation",

@@ -64,6 +64,7 @@ LIMITS = {
     **PIPELINES,
     "ring": "keys and values gathered, as by default; it passes them from rank to rank with "
     'context_parallel_rotate_method="alltoall"',
+    "halo": "keys and values gathered",
     "ulysses": "keys and values gathered",
     "zero1": "FSDP that keeps parameters gathered between forward and backward; without a "
     "pipeline it sums gradients after every micro-batch",

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from ...planner.graph.layout import REPLICATE, Step, shard
 from ..ops.collectives import Rank, convert, swap
+from ..ops.halo import halo_attention
 from ..ops.local_loss import part_of
 from ..ops.lower_right import attend_upto, split_in_half
 from ..ops.ring import ring_attention
@@ -91,12 +92,13 @@ def grouped_attention(
         number = max(1, query.shape[-3] * num_read // num_heads)
         key, value = (each.narrow(-3, first, number) for each in (key, value))
     if ring:
-        return ring_attention(rank, query, key, value, ring=ring, **options)
+        attended = halo_attention if "window" in options else ring_attention
+        return attended(rank, query, key, value, ring=ring, **options)
     count = 1 if "documents" in options else query.shape[-3] // key.shape[-3]
-    if count > 1 and query.dtype.itemsize > 2:
-        key, value = (each.repeat_interleave(count, -3) for each in (key, value))
-    elif count > 1:
+    if count > 1 and ("window" in options or query.dtype.itemsize <= 2):
         options["enable_gqa"] = True
+    elif count > 1:
+        key, value = (each.repeat_interleave(count, -3) for each in (key, value))
     if balanced:
         named = {"axes": axes, "balanced": balanced}
         return balanced_causal_attention(rank, query, key, value, **named, **options)

@@ -37,6 +37,7 @@ from ..ops.experts import (
     sent_experts,
     split_experts,
 )
+from ..ops.halo import halo_attention
 from ..ops.local_loss import MEAN, cross_entropy, nll_loss
 from ..ops.nf4 import nf4_linear
 from ..ops.random_ops import DROPOUT, dropout_part, uniform_part
@@ -226,8 +227,8 @@ def _attention(op: LocalOp) -> Call:
     options |= {"axes": axes, **limits} if axes or limits else {"is_causal": op["is_causal"]}
     function: Callable[..., Tensor] = split_causal_attention
     if ring:
-        function, options["ring"] = ring_attention, ring
-        del options["dropout_p"]
+        function, options["ring"] = halo_attention if limits else ring_attention, ring
+        del options["axes" if limits else "dropout_p"]
     if axes and (balanced := balanced_axes(op.layout)):
         function, options["balanced"] = balanced_causal_attention, balanced
     if is_grouped:

@@ -23,24 +23,22 @@ def windowed_attention(
 ) -> Tensor:
     """Compute causal attention of L queries (..., L, D), which are the last L of S positions, over
     keys and values (..., S, E), each query over ``window`` keys."""
-    if enable_gqa:  # the kernels that take masks read no groups on GPUs
-        count = query.shape[-3] // key.shape[-3]
-        key, value = (each.repeat_interleave(count, -3) for each in (key, value))
     rows, before = query.shape[-2], min(key.shape[-2] - query.shape[-2], window - 1)
     start = key.shape[-2] - rows - before
     key, value = (each.narrow(-2, start, rows + before) for each in (key, value))
+    if enable_gqa:  # the kernels that take masks read no groups on GPUs
+        count = query.shape[-3] // key.shape[-3]
+        key, value = (each.repeat_interleave(count, -3) for each in (key, value))
     first = rows if rows < 2 * window else window + rows % window
     end = before + first
-    parts = [_banded(query[..., :first, :], key[..., :end, :], value[..., :end, :], window, scale)]
-    if first < rows:
-        folded = [_chunks(query[..., first:, :], window, window)]
-        folded += [
-            _chunks(each[..., end - window :, :], 2 * window, window) for each in (key, value)
-        ]
-        found = _banded(folded[0], folded[1], folded[2], window, scale)
-        shape = (query.shape[0], -1, *found.shape[1:])
-        parts.append(found.view(shape).transpose(1, 2).flatten(2, 3))
-    return torch.cat(parts, -2)
+    made = _banded(query[..., :first, :], key[..., :end, :], value[..., :end, :], window, scale)
+    if first == rows:
+        return made
+    folded = [_chunks(query[..., first:, :], window, window)]
+    folded += [_chunks(each[..., end - window :, :], 2 * window, window) for each in (key, value)]
+    found = _banded(folded[0], folded[1], folded[2], window, scale)
+    shape = (query.shape[0], -1, *found.shape[1:])
+    return torch.cat([made, found.view(shape).transpose(1, 2).flatten(2, 3)], -2)
 
 
 def _chunks(rows: Tensor, length: int, step: int) -> Tensor:

@@ -29,7 +29,7 @@ from ..graph.layout import (
     HALVED,
     INVARIANT,
     REPLICATE,
-    RING,
+    RINGS,
     SENT,
     SLICED,
     AxisStrategy,
@@ -155,7 +155,7 @@ def _matching_strategies(
         layout = combine(strategies)
         if not specs:
             layout = NodeLayout((), layout.outputs, layout.labels)
-        if not _divides(layout, specs, node.outputs, sizes):
+        if not divides_all(layout, specs, node.outputs, sizes):
             continue
         num_inner = sum(len(each.collectives) for each in strategies)
         key = (layout.inputs, layout.outputs, balanced_axes(layout), is_halved(layout))
@@ -269,7 +269,7 @@ def _axis_strategies(
         return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
     strategies = strategies_of(node, graph, size, prices)
     if is_attention(node) and axis not in restriction.split_positions:
-        strategies = tuple(each for each in strategies if each.label != RING)
+        strategies = tuple(each for each in strategies if each.label not in RINGS)
     if is_expert_layer(node):
         strategies = expert_strategies(node, graph, axis, prices, restriction)
     if axis in restriction.tokens and node.name in routers_of(graph, prices):
@@ -402,12 +402,13 @@ def _as_megatron(
     return by_entries(node, parameters_split(node, graph, fitting), dims)
 
 
-def _divides(
+def divides_all(
     layout: NodeLayout,
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
     mesh_shape: Sequence[int],
 ) -> bool:
+    """Return whether a layout splits all inputs and outputs of an op evenly."""
     return all(
         divides(spec.shape, each, mesh_shape)
         for spec, each in zip((*inputs, *outputs), (*layout.inputs, *layout.outputs), strict=True)

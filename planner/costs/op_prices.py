@@ -20,7 +20,6 @@ from ..graph.expert_dims import is_expert_layer
 from ..graph.graph import Node, TensorSpec
 from ..graph.layout import Layout, NodeLayout, balanced_axes, is_halved, local_shape
 from ..ops.attention import ring_traffic
-from ..ops.catalog import spec_of
 from ..ops.experts import as_half, as_run, expert_traffic, num_kernels, num_senders
 from .basis import SCALINGS, QueriedOp
 from .mesh_prices import MeshPrices
@@ -98,9 +97,8 @@ class OpPrices(MeshPrices):
             around = self._around_experts(node, inputs, is_sent=num_parts > 0)
             forward = forward + around[0]
             backward = backward + around[1] if backward else 0.0
-        if spec_of(node).reads == "steps":
+        if any(moved := ring_traffic(node, inputs, outputs)):
             copy = rate(self.device, "copy", node.spec.dtype).seconds_per_byte
-            moved = ring_traffic(node, inputs, outputs)
             forward += moved[0] * copy
             backward += moved[1] * copy if backward else 0.0
         analytic = self._with_dequantized(Priced(forward, backward, "spec", *issue), inputs)

@@ -119,7 +119,7 @@ class Prices(ExpertPrices):
                 sent[item.backward] += self._ring(
                     num_bytes, axis, (node, inputs, layout), backward=item.backward
                 )
-            elif item.kind == "swap":
+            elif item.kind in ("swap", "halo"):
                 sent[item.backward] += self._neighbour(num_bytes, axis)
             else:
                 sent[item.backward] += self.collective(item.kind, num_bytes, axis)

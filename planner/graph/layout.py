@@ -281,9 +281,9 @@ def local_region(
 
 
 Collective = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "ring", "dispatch"
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "ring", "halo", "dispatch"
 ]
-"""Kinds of collectives. "swap" and "ring" are those of ``ops.attention``."""
+"""Kinds of collectives. "swap", "ring" and "halo" are those of ``ops.attention``."""
 
 CONVERSIONS: dict[tuple[Kind, Kind], tuple[Collective | None, Collective | None]] = {
     ("S", "S"): ("all_to_all", "all_to_all"),
@@ -417,8 +417,8 @@ class NodeLayout:
 BALANCED = "balanced"
 """Label of causal attention with balanced queries: see ``ops.attention``."""
 
-RING = "ring"
-"""Label of attention whose keys and values pass from rank to rank: see ``ops.attention``."""
+RING, HALO = RINGS = "ring", "halo"
+"""Labels of attention whose keys and values pass from rank to rank: see ``ops.attention``."""
 
 OF_GROUPS = "heads of queries"
 """Label of attention on an axis that splits the heads of queries, but not those of keys and values:
@@ -485,9 +485,9 @@ def keeps_groups(axes: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
     """Return whether strategies on axes of ``sizes`` split grouped dims only between groups, and
     leave each rank the heads of keys that it reads. After an axis of ``OF_GROUPS`` a further axis
     may not split heads of keys, as their parts would not follow those of the queries' heads. Beside
-    an axis of ``RING`` no other may split positions."""
+    an axis of ``RINGS`` no other may split positions."""
     labels, made = [axis.label for axis in axes], [axis.outputs for axis in axes]
-    if RING in labels and made.count(made[labels.index(RING)]) > 1:
+    if any(label in RINGS and made.count(own) > 1 for label, own in zip(labels, made, strict=True)):
         return False
     if OF_GROUPS in labels:
         at = labels.index(OF_GROUPS)

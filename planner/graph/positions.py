@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from .graph import Graph, Node, Ref
-from .layout import RING, AxisStrategy
+from .layout import RINGS, AxisStrategy
 
 Dims = Mapping[Ref, frozenset[int]]
 _Offered = tuple[AxisStrategy, ...]
@@ -54,7 +54,7 @@ def _carried(
     follow = [
         strategy
         for strategy in offered
-        if strategy.label != RING
+        if strategy.label not in RINGS
         and any(
             placement.is_shard and placement.dim in dims
             for dims, placement in zip(read, strategy.inputs, strict=True)

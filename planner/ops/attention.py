@@ -26,6 +26,11 @@ attention halves of queries, keys and values are swapped as above, so that in ev
 computes half of the pairs of its queries and the keys that it has (``passes.ops.ring``).
 
 Source: Liu et al. 2023, Ring Attention with Blockwise Transformers (arXiv:2310.01889).
+
+Halo: with a window of W keys, the queries of a rank see no key further than W - 1 positions before
+them. The positions of keys and values are split as those of queries, and a rank with L positions
+receives the last W - 1 before its own in one exchange, from the rank before, or if W - 1 > L from
+several. The gradients of received keys and values return to their ranks (``passes.ops.halo``).
 """
 
 from __future__ import annotations
@@ -37,10 +42,12 @@ from math import prod
 from ..graph.graph import Node, TensorSpec
 from ..graph.layout import (
     BALANCED,
+    HALO,
     INVARIANT,
     OF_GROUPS,
     REPLICATE,
     RING,
+    RINGS,
     AxisStrategy,
     InnerCollective,
     NodeLayout,
@@ -62,6 +69,10 @@ the number of ranks (``passes.ops.ring``)."""
 DOCUMENT_LENGTH = "document_length"
 """Argument of attention within packed documents, for prices alone: the mean length of a document.
 Ops do not take it."""
+
+HALO_ATTENTION = "autoparallel.halo_attention.default"
+"""Op of one rank's part of attention with a window, whose fourth argument is the number of
+positions that the rank receives (``passes.ops.halo``)."""
 
 _BACKWARD = 2.5
 
@@ -133,9 +144,27 @@ def _in_documents(node: Node, inputs: Specs) -> tuple[Node, Specs]:
 
 def _keys_seen(node: Node, inputs: Specs) -> int:
     """Return the number of keys that each query is multiplied with: all of them, or with a window
-    those of two chunks (``passes.ops.windowed``)."""
-    window, length = window_of(node), inputs[1].shape[-2]
-    return min(2 * window, length) if window else length
+    those of two chunks or, for queries of less than two windows, those that some of these see
+    (``passes.ops.windowed``)."""
+    window, rows, length = window_of(node), inputs[0].shape[-2], inputs[1].shape[-2]
+    if not window:
+        return length
+    return 2 * window if is_chunked(node, inputs) else min(length, rows + window - 1)
+
+
+def copies_keys(node: Node, inputs: Specs) -> bool:
+    """Return whether attention keeps copies of keys and values in place of its inputs: behind their
+    halo, or with a head for each head of queries."""
+    if node.op in (RING_ATTENTION, BALANCED_RING, HALO_ATTENTION):
+        return node.op == HALO_ATTENTION
+    if is_packed(node):
+        return is_grouped(node) and window_of(unpacked(node, inputs)[0]) > 0
+    return is_grouped(node) and (window_of(node) > 0 or _copied_heads_bytes(node, inputs) > 0)
+
+
+def is_chunked(node: Node, inputs: Specs) -> bool:
+    """Return whether attention has a window and cuts its queries into chunks."""
+    return 0 < 2 * window_of(node) <= inputs[0].shape[-2]
 
 
 def _copied_heads_bytes(node: Node, inputs: Specs) -> int:
@@ -169,28 +198,39 @@ def _is_unmasked(case: Case) -> bool:
 
 
 def _is_self_attention(case: Case) -> bool:
-    """Return whether a case is attention without mask, window and dropout of equally many queries
-    and keys."""
-    if not is_attention(case.node) or window_of(case.node) or not _is_unmasked(case):
+    """Return whether a case is attention without mask and dropout of equally many queries and
+    keys."""
+    if not is_attention(case.node) or not _is_unmasked(case):
         return False
     query, key = case.inputs[:2]
     return query.shape[-2] == key.shape[-2] and not case.argument(4, "dropout_p", 0.0)
 
 
 def ring_strategies(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """Return the strategy ``RING`` of attention of a sequence to itself, if the axis divides its
-    positions; with causality a rank must have two or more."""
+    """Return the strategy of attention of a sequence to itself that splits keys as queries, if the
+    axis divides its positions: ``HALO`` with a window, else ``RING``; with causality a rank in a
+    ring must have two or more."""
     if axis_size == 1 or case.rank < 3 or not _is_self_attention(case) or is_packed(case.node):
         return ()
     query, key, value = case.inputs
     length, left = divmod(query.shape[-2], axis_size)
-    is_causal = bool(case.argument(5, "is_causal", False))
+    window = window_of(case.node)
+    is_causal = bool(case.argument(5, "is_causal", False)) and not window
     is_alike = key.shape[:-3] == query.shape[:-3] and key.dtype == query.dtype == value.dtype
     if left or length < 1 + is_causal or not is_alike:
         return ()
     sent = [(query.num_bytes, False), (case.outputs[0].num_bytes, False)]
     sent.append((key.num_bytes + value.num_bytes, True))
     directions = (False, True) if any(spec.requires_grad for spec in case.inputs) else (False,)
+    split = shard(case.rank - 2)
+    if window:
+        row = (key.num_bytes + value.num_bytes) // query.shape[-2]
+        parts = [
+            InnerCollective("halo", row * part, each, of_keys=True)
+            for each in directions
+            for part in halo_parts(window, length, axis_size)
+        ]
+        return (AxisStrategy(HALO, (split,) * 3, (split,), tuple(parts)),)
     rows = [num_bytes // query.shape[-2] for num_bytes, _ in sent]
     inner = [
         InnerCollective("swap", row * (length // 2), backward, of_keys=of_keys)
@@ -199,14 +239,24 @@ def ring_strategies(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
         if is_causal
     ]
     inner += [InnerCollective("ring", rows[2] * length, each, of_keys=True) for each in directions]
-    split = shard(case.rank - 2)
     return (AxisStrategy(RING, (split,) * 3, (split,), tuple(inner)),)
+
+
+def halo_parts(window: int, length: int, num_ranks: int) -> tuple[int, ...]:
+    """Return the number of positions that the last of ``num_ranks`` ranks with ``length`` positions
+    each receives for a window: from the rank before it, from the rank before that, and so on.
+
+    >>> halo_parts(6, 4, 4)
+    (4, 1)
+    """
+    rest = [window - 1 - before * length for before in range(num_ranks - 1)]
+    return tuple(min(length, each) for each in rest if each > 0)
 
 
 def ring_axes(layout: NodeLayout) -> tuple[int, ...]:
     """Return the mesh axis along which keys and values of attention pass from rank to rank, as a
     tuple; an empty tuple without one."""
-    return (layout.labels.index(RING),) if RING in layout.labels else ()
+    return tuple(axis for axis, label in enumerate(layout.labels) if label in RINGS)
 
 
 def is_lower_right(node: Node, query: TensorSpec) -> bool:
@@ -240,19 +290,43 @@ def _kept_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     if writes_scores(node, inputs):
         factors = sum(spec.numel for spec in inputs[:3])
         return (factors + num_scores(inputs)) * statistic
-    copied = 0 if is_packed(node) else _copied_heads_bytes(node, inputs)
+    copies_heads = not is_packed(node)
     node, inputs = unpacked(node, inputs)
-    if window_of(node) and _keys_seen(node, inputs) < inputs[1].shape[-2]:
-        copied = _chunk_bytes(inputs, outputs)
-    return copied + prod(outputs[0].shape[:-1]) * statistic
+    chunks = outputs[0].num_bytes if is_chunked(node, inputs) else 0
+    copied = 0
+    if window_of(node):
+        copied = _window_bytes(node, inputs)
+    elif copies_heads:
+        copied = _copied_heads_bytes(node, inputs)
+    return copied + chunks + kept_statistics(outputs)
 
 
-def _chunk_bytes(inputs: Specs, outputs: Specs) -> int:
-    """Return the bytes of the chunks of queries, keys, values and results that attention with a
-    window makes: keys and values twice, with a head for each head of queries."""
+def kept_statistics(outputs: Specs) -> int:
+    """Return the bytes of the statistics of an attention, of each query and head."""
+    return prod(outputs[0].shape[:-1]) * statistic_bytes(outputs)
+
+
+def _window_bytes(node: Node, inputs: Specs) -> int:
+    """Return the bytes of masks and of copied queries, keys and values of attention with a window.
+    Keys and values are copied if a group of heads of queries reads each head. Several
+    chunks after the first are copied, keys and values twice; one is not."""
     query, key, value = inputs[:3]
-    twice = 2 * (key.num_bytes + value.num_bytes) * query.shape[-3] // key.shape[-3]
-    return query.num_bytes + twice + outputs[0].num_bytes
+    window, rows = window_of(node), query.shape[-2]
+    before = min(key.shape[-2] - rows, window - 1)
+    first = window + rows % window if is_chunked(node, inputs) else rows
+    row = prod(query.shape[:-2]) * query.itemsize
+    pair = row * (key.shape[-1] + value.shape[-1])
+    copied = (rows + before) * pair * is_grouped(node)
+    folded = (rows - first) * (row * query.shape[-1] + 2 * pair) * (rows - first > window)
+    masks = first * (before + first) + (2 * window**2 if first < rows else 0)
+    return copied + folded + masks * query.itemsize
+
+
+def _halo_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
+    """Return the bytes kept besides: keys and values behind their halo, or their copies."""
+    query, *joined = _with_halo(node, inputs)
+    own = 0 if is_grouped(node) else sum(spec.num_bytes for spec in joined)
+    return own + _kept_bytes(node, (query, *joined), outputs)
 
 
 def _balanced_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
@@ -262,16 +336,24 @@ def _balanced_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     return _kept_bytes(node, inputs[:3], outputs) + halves
 
 
+def _with_halo(node: Node, inputs: Specs) -> Specs:
+    """Return the specs of a rank's queries and of its keys and values behind their halo."""
+    keys = (
+        replace(spec, shape=(*spec.shape[:-2], spec.shape[-2] + node.args[3], spec.shape[-1]))
+        for spec in inputs[1:3]
+    )
+    return (inputs[0], *keys)
+
+
 def _products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
     """Return (batch · heads, queries, keys, head size) of each kernel, forward and backward."""
     node, inputs = unpacked(node, inputs)
-    query, key = inputs[:2]
-    own = _own_product(inputs)
-    seen = _keys_seen(node, inputs)
-    if seen < key.shape[-2]:
-        chunks = max(1, 2 * query.shape[-2] // seen)
+    query, seen = inputs[0], _keys_seen(node, inputs)
+    own: tuple[Product, ...] = ((prod(query.shape[:-2]), query.shape[-2], seen, query.shape[-1]),)
+    if is_chunked(node, inputs):
+        chunks = query.shape[-2] // window_of(node)
         own = ((prod(query.shape[:-2]) * chunks, seen // 2, seen, query.shape[-1]),)
-    if packet(node.op) != ATTENTION.name:
+    if packet(node.op) == "balanced_attention":
         own = _halves(node, query)
     return own, own if wanted else ()
 
@@ -343,7 +425,13 @@ def _ring_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
 def ring_traffic(node: Node, inputs: Specs, outputs: Specs) -> tuple[int, int]:
     """Return the bytes of memory traffic (forward, backward) beside the kernels of one rank's part
     of ring attention: keys and values are copied to be sent, results merged and gradients added up
-    in float32 at least, and with causality halves are copied and joined."""
+    in float32 at least, and with causality halves are copied and joined. Attention with a halo
+    copies keys and values as rows, and joins them; others copy nothing."""
+    if node.op == HALO_ATTENTION:
+        moved = 2 * sum(each.num_bytes for each in (*inputs[1:3], *_with_halo(node, inputs)[1:]))
+        return moved, moved
+    if node.op not in (RING_ATTENTION, BALANCED_RING):
+        return 0, 0
     query, key, value, out = (each.num_bytes for each in (*inputs[:3], outputs[0]))
     wide, later = statistic_bytes(outputs), num_steps(node) - 1
     merged, summed = (spec.numel * wide for spec in (outputs[0], inputs[0]))
@@ -356,7 +444,9 @@ def ring_traffic(node: Node, inputs: Specs, outputs: Specs) -> tuple[int, int]:
 def ring_buffers(node: Node, inputs: Specs, outputs: Specs) -> int:
     """Return the bytes that one rank's part of ring attention holds while it runs, besides inputs
     and outputs, in its backward: two parts of keys and values and of their gradients under way, and
-    sums in float32 at least."""
+    sums in float32 at least. With a halo: keys, values and their gradients behind it."""
+    if node.op == HALO_ATTENTION:
+        return 2 * sum(spec.num_bytes for spec in _with_halo(node, inputs)[1:])
     if node.op not in (RING_ATTENTION, BALANCED_RING):
         return 0
     moved = 4 * sum(spec.num_bytes for spec in inputs[1:3])
@@ -403,8 +493,18 @@ RING_RECORD = replace(
     kept_bytes=_ring_bytes,
 )
 
+HALO_RECORD = replace(
+    PART,
+    name="halo_attention",
+    flops=lambda node, inputs, *rest: _flops(node, _with_halo(node, inputs), *rest),
+    products=lambda node, inputs, wanted: _products(node, _with_halo(node, inputs), wanted),
+    kernels=(8, 10),  # beside attention seven copies of sent and joined rows; then two sums
+    kept_bytes=_halo_bytes,
+)
+
 SPECS = (
     ATTENTION,
+    HALO_RECORD,
     replace(
         PART,
         name="balanced_attention",
@@ -430,7 +530,8 @@ def balanced_strategies(
     There is no such variant unless a sequence attends to itself, with two or more positions per
     rank.
     """
-    if axis_size == 1 or not _is_self_attention(case) or not case.argument(5, "is_causal", False):
+    is_causal = case.argument(5, "is_causal", False) and not window_of(case.node)
+    if axis_size == 1 or not is_causal or not _is_self_attention(case):
         return ()
     query, out, dim = case.inputs[0], case.outputs[0], case.rank - 2
     num_rows = query.shape[dim] // axis_size // 2

@@ -35,7 +35,7 @@ from ..graph.layout import (
     HALVED,
     PARTIAL,
     REPLICATE,
-    RING,
+    RINGS,
     SENT,
     SLICED,
     AxisStrategy,
@@ -49,8 +49,11 @@ from .attention import (
     BALANCED_ATTENTION,
     BALANCED_RING,
     DOCUMENT_LENGTH,
+    HALO_ATTENTION,
     RING_ATTENTION,
+    halo_parts,
     ring_axes,
+    window_of,
 )
 from .case import argument, packet
 from .catalog import is_pointwise, spec_named
@@ -251,12 +254,17 @@ def as_run(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
     """
     if is_expert_layer(node):
         return as_received(node, layout, mesh_shape)
-    if not {BALANCED, RING}.intersection(layout.labels):
+    if not {BALANCED, *RINGS}.intersection(layout.labels):
         return node
     is_causal = bool(argument(node, 5, "is_causal", False))
     named = {"scale": argument(node, 6, "scale"), "enable_gqa": argument(node, 7, "enable_gqa")}
     given = {name: value for name, value in named.items() if value is not None}
     for axis in ring_axes(layout):
+        if window := window_of(node):
+            size = mesh_shape[axis]
+            halo = sum(halo_parts(window, node.spec.shape[-2] // size, size))
+            named = {**given, "window": window}
+            return replace(node, op=HALO_ATTENTION, args=(*node.args[:3], halo), kwargs=named)
         op = BALANCED_RING if is_causal else RING_ATTENTION
         return replace(node, op=op, args=(*node.args[:3], mesh_shape[axis]), kwargs=given)
     if not is_causal or DOCUMENT_LENGTH in node.kwargs:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ..graph.graph import Graph, Node, Ref
 from .annotation import Shape
-from .attention import num_scores, writes_scores
+from .attention import copies_keys, is_attention, kept_statistics, num_scores, writes_scores
 from .case import Specs
 from .catalog import spec_of
 from .spec import Product, statistic_bytes
@@ -54,6 +54,8 @@ def saved_inputs(node: Node, inputs: Specs | None, *, count: int) -> tuple[int, 
     match spec.keeps:
         case "input" | "condition":
             return everything[:1]
+        case "both" if inputs is not None and copies_keys(node, inputs):
+            return (0, *everything[3:])
         case "inputs" | "both" | "power":
             return everything
         case "rest":
@@ -107,6 +109,8 @@ def saved_extra_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
 
 def kept_extra_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     """Return the bytes besides outputs that selective recomputation keeps of an expensive op."""
+    if is_attention(node) and not writes_scores(node, inputs):
+        return kept_statistics(outputs)
     if not writes_scores(node, inputs):
         return saved_extra_bytes(node, inputs, outputs)
     out = outputs[0]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..graph.graph import Graph, Node, Ref
-from ..graph.layout import RING, AxisStrategy, Mesh, shard
+from ..graph.layout import RINGS, AxisStrategy, Mesh, shard
 from ..graph.positions import Dims
 from ..ops.attention import is_attention
 from ..plan import Recompute
@@ -47,7 +47,8 @@ activations in host memory;
 for parallel branches; ``uneven-shares``: unequal batch shares for unlike devices; ``offload``:
 masters and optimizer states in host memory; ``tiles``: full recomputation runs the last ops of a
 block tile by tile; ``gather``, ``ring``, ``ulysses``: attention on an axis ``cp`` gathers keys and
-values, passes them from rank to rank, or splits heads after an all-to-all; ``hsdp``: ZeRO within
+values, passes them from rank to rank (with a window those of its halo alone), or splits heads after
+an all-to-all; ``hsdp``: ZeRO within
 groups of ranks.
 """
 
@@ -184,11 +185,12 @@ def attention_ways(
     features: Features,
 ) -> tuple[AxisStrategy, ...]:
     """Return the strategies of attention on an axis that splits positions: those of ``strategies``
-    that split them, in a ring or not, and those that split heads (``by_heads``), as far as
-    ``features`` allows; if it allows none of them, all that split positions."""
+    that split them, in a ring (with a window: by a halo) or not, and those that split heads
+    (``by_heads``), as far as ``features`` allows; if it allows none of them, all that split
+    positions."""
     groups = {
-        "gather": tuple(each for each in strategies if each.label != RING),
-        "ring": tuple(each for each in strategies if each.label == RING),
+        "gather": tuple(each for each in strategies if each.label not in RINGS),
+        "ring": tuple(each for each in strategies if each.label in RINGS),
         "ulysses": by_heads,
     }
     found = [each for name, own in groups.items() if features.allows(name) for each in own]

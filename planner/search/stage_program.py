@@ -18,9 +18,9 @@ from .. import ops as default_rules
 from ..costs.basis import DEFAULT, Basis
 from ..costs.mesh_prices import Sharding
 from ..costs.price_cache import PriceCache
-from ..costs.prices import Prices, Rules
+from ..costs.prices import Rules
 from ..errors import UsageError
-from ..evaluate.evaluate import at_microbatch, held_micro_batches
+from ..evaluate.evaluate import at_microbatch, held_micro_batches, stage_prices
 from ..graph.graph import Blocks, Graph
 from ..graph.layout import NodeLayout
 from ..integer_programs.ilp import UNIT_BYTES, Problem, cost, memory_bytes
@@ -153,18 +153,7 @@ def stage_problem_of(
 
     Axes are used as in the search; if the plan uses them in other ways, any use is allowed.
     """
-    prices = Prices(
-        stage.mesh,
-        plan.cluster,
-        stage.devices,
-        plan.model.precision,
-        plan.model.optimizer,
-        rules,
-        PriceCache(),
-        profile=basis.used,
-        assumptions=basis.assumptions_in(plan, stage),
-        states=plan.states,
-    )
+    prices = stage_prices(plan, stage, (), PriceCache(), rules=rules, basis=basis)
     link = plan.cluster.entry_link(stage.devices[0], stage.mesh.size)
     limited = restriction(stage.mesh, Forced())
     problem = StageProblem(StageModel(structure, prices, limited, link), run)

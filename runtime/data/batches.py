@@ -422,9 +422,9 @@ class StepBatches:
             return False, given
         if given == held.size or (self._is_share and given < held.size):
             return True, planned if given == held.size else self._told_before(given)
-        # More rows than planned are none of a smaller batch: ``check_shapes`` refuses them.
-        is_smaller = given < planned and bool(self._dims)
-        return False, given if is_smaller else planned
+        # ``check_shapes`` refuses more rows than planned that are no bucket's.
+        is_known = given < planned or given in self._batches
+        return False, given if is_known and self._dims else planned
 
     def _num_rows(self, inputs: Mapping[str, Tensor]) -> int | None:
         """Return the number of rows of a rank's inputs; None if no input has a batch dimension."""

@@ -6,7 +6,8 @@ batch is one variant of several:
 
 ==================  ============================================================================
 planned             whole sequences, or the plan's slices of them (TeraPipe)
-a bucket            the first positions of the sequences, cut like a first slice
+a bucket            the first positions of the sequences, cut like a first slice; an axis that
+                    splits positions may split its rows instead (``bucket_layouts``)
 a smaller batch     whole sequences of fewer rows (``smaller_batch``)
 ==================  ============================================================================
 
@@ -36,18 +37,20 @@ from ...passes.local.stage_program import OfSlice, StageProgram, build_stage
 from ...passes.ops.collectives import Communicator
 from ...passes.ops.random_ops import Draws
 from ...passes.programs.program import Program
+from ...planner.configured.bucket_layouts import layouts_divide, with_fastest_layouts
+from ...planner.costs.basis import DEFAULT, Basis
 from ...planner.costs.precision import with_precision
 from ...planner.dims.padding import Padding, find_padding
 from ...planner.dims.sequence_places import find_places
 from ...planner.errors import AutoparallelError, PlanError, UsageError
 from ...planner.evaluate.step import schedule_of, updating_plan
 from ...planner.graph.graph import Graph
-from ...planner.graph.layout import divides
 from ...planner.plan import Plan, StagePlan
 from ...planner.variants.asynchronous import check_asynchronous
 from ...planner.variants.replicas import check_replicas
 from ...planner.variants.sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 from ...planner.variants.shares import share_of, why_not
+from ..messages.shared_objects import share_value
 
 
 class BatchShape(NamedTuple):
@@ -117,43 +120,76 @@ def variant_of(program: Program, plan: Plan, capture: int = 0) -> Variant:
     return Variant(shape, program, plan, schedule, slices)
 
 
-def bucket_variants(planned: Variant, lengths: Sequence[int]) -> tuple[Variant, ...]:
-    """Return, for each of ``lengths``, the ``planned`` step with sequences cut to that length.
-    Lengths must ascend and be below the planned one: else UsageError AP561. Raises PlanError AP560
-    where shorter sequences would give other training results."""
-    if not lengths:
+Buckets = Mapping[int, int] | Sequence[int | tuple[int, int]]
+"""Buckets as users give them: lengths, or pairs of a length and the rows of a batch (by default as
+many as planned)."""
+
+
+def bucket_variants(
+    planned: Variant, buckets: Buckets, basis: Basis = DEFAULT
+) -> tuple[Variant, ...]:
+    """Return, for each of ``buckets``, the ``planned`` step with sequences cut to its length and
+    with its rows, in the fastest layouts by the prices of ``basis``.
+
+    Lengths must be below the planned one, ascend, and be divided by the plan's degrees: else
+    UsageError AP561. Raises UsageError AP836 where the plan cannot run so many rows, and PlanError
+    AP560 where shorter sequences would give other training results."""
+    given = sorted(buckets.items()) if isinstance(buckets, Mapping) else buckets
+    batch = planned.plan.model.global_batch
+    shapes = [(each, batch) if isinstance(each, int) else (each[0], each[1]) for each in given]
+    if not shapes:
         return ()
-    program, whole = planned.program, planned.slices[0]
-    length, _ = find_padding(program.graph)
-    is_ascending = list(lengths) == sorted(set(lengths))
-    if not is_ascending or lengths[0] < 1 or lengths[-1] >= length:
+    length, _ = find_padding(planned.program.graph)
+    lengths = [each for each, _ in shapes]
+    if shapes != sorted(set(shapes)) or lengths[0] < 1 or lengths[-1] >= length:
         raise _refused(
             f"buckets of {', '.join(map(str, lengths))} positions",
             f"the plan is for {length}, which is a bucket too",
         )
     if planned.plan.slices:
         raise _refused("buckets", f"schedule {planned.plan.schedule} runs slices of the sequences")
-    found = []
     try:
-        places = find_places(program.graph)
+        places = {planned.plan.microbatch_size: find_places(planned.program.graph)}
     except PlanError as error:  # a sequence with a window or documents may be padded, not cut
         raise _refused("buckets", error.why) from error
-    for each in lengths:
-        first = sequence_slice(program.graph, whole.blocks, whole.plan, places, (0, each))
-        alone = replace(first, carried=whole.carried)  # no slice follows
-        shape = planned.shape._replace(length=each)
-        found.append(replace(planned, shape=shape, slices=(alone,)))
+    found = []
+    for each, rows in shapes:
+        most = length * planned.plan.microbatch_size // each
+        step, program = planned, planned.program
+        if rows != batch:
+            program = program.of_global_batch(rows) or program
+            step = variant_of(program, smaller_batch(program, planned.plan, rows, most).plan)
+        graph, (part,), size = step.program.graph, step.slices, step.plan.microbatch_size
+        if size not in places:
+            places[size] = find_places(graph)
+        first = sequence_slice(graph, part.blocks, part.plan, places[size], (0, each))
+        alone = replace(first, carried=part.carried)  # no slice follows
+        shape = step.shape._replace(length=each)
+        own = with_fastest_layouts(alone, part.blocks, basis)
+        if not all(layouts_divide(own.graph, own.blocks, stage) for stage in own.plan.stages):
+            why = "the plan's layouts do not divide so many into equal parts"
+            raise _refused(f"buckets of {rows} rows of {each} positions", why)
+        found.append(replace(step, shape=shape, slices=(own,)))
     return tuple(found)
 
 
-def bucket_of(lengths: Sequence[int], length: int | None) -> int | None:
-    """Return the smallest of ``lengths`` that a batch of sequence length ``length`` fits into; None
-    if none does or ``length`` is None.
+def agreed(variant: Variant) -> Variant:
+    """Return a bucket's variant with the layouts that rank 0 found. Collective over all ranks."""
+    (part,) = variant.slices
+    blocks, plan = share_value((part.blocks, part.plan))
+    return replace(variant, slices=(replace(part, blocks=blocks, plan=plan),))
 
-    >>> bucket_of((4, 6), 3), bucket_of((4, 6), 6), bucket_of((4, 6), 7), bucket_of((4, 6), None)
-    (4, 6, None, None)
+
+def bucket_of(shapes: Sequence[BatchShape], rows: int, length: int | None) -> int | None:
+    """Return the smallest length among the buckets ``shapes`` for batches of ``rows`` rows that
+    sequences of ``length`` positions fit into; None if there is none or ``length`` is None.
+
+    >>> shapes = [BatchShape(2, 4), BatchShape(8, 4), BatchShape(2, 6)]
+    >>> bucket_of(shapes, 2, 3), bucket_of(shapes, 2, 5), bucket_of(shapes, 8, 5)
+    (4, 6, None)
     """
-    return next((each for each in lengths if length is not None and length <= each), None)
+    lengths = [each.length for each in shapes if each.rows == rows and each.length is not None]
+    return min((each for each in lengths if length is not None and length <= each), default=None)
 
 
 def stage_programs(
@@ -195,7 +231,7 @@ def _refused(what: str, why: str) -> UsageError:
         "AP561",
         f"{what} are not possible",
         why=why,
-        fix="use lengths in ascending order, all below the planned one",
+        fix="use lengths in ascending order, all below the planned one, that the degrees divide",
     )
 
 
@@ -208,13 +244,14 @@ class SmallerBatch:
     rows: tuple[StageRows | None, ...]
 
 
-def smaller_batch(program: Program, plan: Plan, rows: int) -> SmallerBatch:
-    """Derive the plan for a global batch of ``rows`` rows, fewer than planned, and the rows that
-    each stage's ranks read. Raises UsageError AP836 where the plan cannot run such a batch."""
+def smaller_batch(program: Program, plan: Plan, rows: int, most: int = 0) -> SmallerBatch:
+    """Derive the plan for a global batch of ``rows`` rows, and the rows that each stage's ranks
+    read. Micro-batches have at most ``most`` rows, or as many as planned. Raises UsageError AP836
+    where the plan cannot run such a batch."""
     why = _why_none(program.graph, plan)
     uneven = why or _why_not_uneven(program, plan)
     crossing = crossing_pairs(program, plan)
-    for size in range(min(rows, plan.microbatch_size), 0, -1):
+    for size in range(min(rows, most or plan.microbatch_size), 0, -1):
         if why or rows % size:
             continue
         found = _even(program, plan, rows // size, size) if not plan.stages[0].shares else None
@@ -240,6 +277,8 @@ def refused_batch(plan: Plan, rows: int, why: str) -> UsageError:
 
 
 def _why_none(graph: Graph, plan: Plan) -> str:
+    if not graph.batch_dims and plan.model.global_batch == 1:
+        return "the model's code takes another path for several rows than for the planned one"
     if not graph.batch_dims:
         return "rows of the batch meet before the loss"
     if plan.slices:
@@ -254,23 +293,9 @@ def _with_batch(plan: Plan, count: int, size: int, stages: Sequence[StagePlan]) 
 
 def _even(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
     graph = program.graph.with_batch_size(size)
-    if not all(_divides(program, graph, stage) for stage in plan.stages):
+    if not all(layouts_divide(graph, program.blocks, stage) for stage in plan.stages):
         return None
     return _with_batch(plan, count, size, plan.stages)
-
-
-def _divides(program: Program, graph: Graph, stage: StagePlan) -> bool:
-    """Return whether the stage's layouts split all tensors of ``graph`` evenly."""
-    for node in graph:
-        layout = stage.layout_of(node.name, program.blocks)
-        if layout is None or node.kind not in ("op", "input"):
-            continue
-        specs = (*map(graph.spec, node.inputs), *node.outputs)
-        held = (*layout.inputs, *layout.outputs)
-        pairs = zip(specs, held, strict=True)
-        if not all(divides(spec.shape, each, stage.mesh.shape) for spec, each in pairs):
-            return False
-    return True
 
 
 def _why_not_uneven(program: Program, plan: Plan) -> str:
@@ -291,7 +316,9 @@ def _uneven(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
     for coordinate in range(len(shares)):
         share = share_of(shares, coordinate)
         assert share is not None
-        if not _divides(program, program.graph.with_batch_size(share.batch_size), stage):
+        if not layouts_divide(
+            program.graph.with_batch_size(share.batch_size), program.blocks, stage
+        ):
             return None
     return _with_batch(plan, count, size, (replace(stage, shares=shares),))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,14 @@ from ...planner.errors import AutoparallelError
 from ...planner.variants.replicas import placed_stages
 from ..data.batches import StepBatches
 from ..data.rank_batch import ShareBatch, gather_whole
-from ..data.variants import BatchShape, SequencePadding, Variant, bucket_of, variant_of
+from ..data.variants import (
+    BatchShape,
+    SequencePadding,
+    Variant,
+    bucket_of,
+    refused_batch,
+    variant_of,
+)
 from ..messages.communicator import ProcessCommunicator
 from ..messages.exchange import Exchange
 from ..messages.local_transfer import LocalTransfer, split_boundaries
@@ -56,7 +64,8 @@ class BatchRunner:
         seed: int,
         progress: Progress | None,
     ) -> None:
-        """Make a runner. ``buckets`` are variants of the planned step for shorter sequences.
+        """Make a runner. ``buckets`` are variants of the planned step for shorter sequences, whose
+        batches may have other numbers of rows.
         Asynchronous schedules call ``step_optimizer`` within a step. Collective over all ranks."""
         planned = model.planned
         self.shape = planned.shape
@@ -73,11 +82,14 @@ class BatchRunner:
         self._deferred: DeferredUpdate | None = None
         self._lanes = Lanes(model.device)
         self._pad = SequencePadding(model.program.graph, self._check_length)
-        self._lengths = [each.shape.length for each in buckets if each.shape.length is not None]
+        self._buckets = [each.shape for each in buckets]
         own = {index: executor.variant for index, executor in self.executors.items()}
         self._stage_variants: dict[BatchShape, Mapping[int, StageVariant]] = {self.shape: own}
         self._pipelines = {self.shape: self._make_pipeline(planned)}
         for bucket in buckets:
+            if bucket.shape.rows != self.shape.rows:
+                model.take_program(bucket.shape.rows, 0, bucket.program)
+                self.batches.batch(bucket.shape.rows)
             self.add(bucket)
 
     def _check_length(self, length: int, paddings: Mapping[str, Padding]) -> None:
@@ -235,10 +247,10 @@ class BatchRunner:
             check, self.before_first = self.before_first, None
             check(inputs)
         batch, rows = self.batches.take(inputs)
-        is_smaller = rows != self.batches.global_rows
         capture = self.captures(rows)
-        is_planned = not (is_smaller or capture)
-        length = bucket_of(self._lengths, self._length(batch)) if is_planned else None
+        length = None if capture else bucket_of(self._buckets, rows, self._length(batch))
+        if length is None and rows > self.batches.global_rows:
+            raise refused_batch(self.model.plan, rows, "no bucket is as long")
         padded = self._pad(batch)
         if isinstance(batch, ShareBatch):
             padded = ShareBatch(padded, batch.held, batch.dims)
@@ -255,7 +267,7 @@ class BatchRunner:
     def _length(self, batch: Mapping[str, Tensor]) -> int | None:
         """Return the sequence length of a batch if shorter than planned, else None; for shares, the
         longest of all ranks."""
-        if not self._lengths:
+        if not self._buckets:
             return None
         length = self._pad.length(batch)
         if batch and not isinstance(batch, ShareBatch):
@@ -267,9 +279,12 @@ class BatchRunner:
         return int(longest)
 
     def _gather(self, batch: ShareBatch, index: int) -> None:
-        """Gather the inputs of which stage ``index`` needs all rows. Collective over the stage."""
+        """Gather the inputs of which stage ``index`` needs all rows: all inputs in a bucket, whose
+        layouts may split other rows. Collective over the stage."""
         rows = self.batches.batch(self.shape.rows).rows[self.model.planned.schedule.part(index)]
         if rows is not None:
+            if self.shape.length is not None:
+                rows = replace(rows, whole=tuple(rows.inputs))
             program = self.executors[index].program
             communicator = ProcessCommunicator(self.model.stages[index].device_mesh)
             part = rows.part(program.mesh, program.coordinates)

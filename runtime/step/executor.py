@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -67,7 +67,8 @@ class StageVariant:
     ``parts`` are the numbers of the stage's programs that run a micro-batch, one per slice of the
     sequences; ``carried`` are the values that a slice passes to the next slice. ``rows`` is the
     number of rows of the global batch, ``capture`` the number of the model's trace: variants equal
-    in both have equal constants. Asynchronous schedules make ``num_updates`` updates in a step.
+    in both, and in the layouts of constants, have equal constants. Asynchronous schedules make
+    ``num_updates`` updates in a step.
     """
 
     num_microbatches: int
@@ -141,7 +142,7 @@ class StageExecutor:
         self.publishes_later = False
         self.parameters = stage.by_name
         self._read_constants = read_constants
-        self._constants_of: dict[tuple[int, int], Constants] = {}
+        self._constants_of: dict[tuple[Any, ...], Constants] = {}
         self._planned = planned
         self.use(planned)
         self._counts: list[Mapping[str, Tensor | None]] = []
@@ -159,7 +160,8 @@ class StageExecutor:
         """Make the next steps run ``variant``, whose programs have been added to the stage."""
         self.variant = variant
         self.program = self.stage.programs[variant.parts[0]]
-        key = variant.rows, variant.capture
+        layouts = tuple((name, held.layout) for name, held in self.program.constants.items())
+        key = variant.rows, variant.capture, layouts
         if key not in self._constants_of:
             whole, counted = self._read_constants(variant, self.program)
             counting = self.program.counting
@@ -181,7 +183,8 @@ class StageExecutor:
     def forget_constants(self, rows: int, capture: int) -> None:
         """Drop the constants that belong to batches of ``rows`` rows and to trace number
         ``capture`` of the model; their next use computes them again."""
-        self._constants_of.pop((rows, capture), None)
+        for key in [each for each in self._constants_of if each[:2] == (rows, capture)]:
+            del self._constants_of[key]
 
     def _local_constants(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mesh, coordinates = self.program.mesh, self.program.coordinates

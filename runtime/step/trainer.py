@@ -8,7 +8,7 @@ calls ``step`` with the same global batch or its share of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from ..checkpoint.checkpoint import TrainingState, load_checkpoint, save_checkpo
 from ..checkpoint.parts import Stateful
 from ..checkpoint.writer import CheckpointWriter, PendingSave
 from ..data.batches import DataSource
-from ..data.variants import bucket_variants, variant_of
+from ..data.variants import Buckets, agreed, bucket_variants, variant_of
 from ..launch.membership import check_plan
 from ..parameters.initial_values import Weights
 from ..update.deferred_update import why_not_deferred
@@ -85,12 +85,13 @@ class Trainer:
         build: BuildOptimizer | None = None,
         progress: Callable[..., None] | None = None,
         seed: int = 0,
-        buckets: Sequence[int] = (),
+        buckets: Buckets = (),
     ) -> None:
         """Make the trainer; ``weights`` are the initial weights, made or given by name. Collective.
 
         ``seed``, the same on every rank, is for dropout and other random numbers. ``buckets`` are
-        sequence lengths below the planned one: a step runs at the shortest that fits its batch.
+        sequence lengths below the planned one, with numbers of rows if not the planned one: a step
+        runs at the shortest that fits its batch.
 
         Raises PlanError (AP550) where the plan is for another model and MachineError: AP410 where
         there are fewer processes than the plan has devices, AP413 where a device has no hardware
@@ -98,7 +99,7 @@ class Trainer:
         """
         check_plan(program, plan, device)
         planned = variant_of(program, plan)
-        shorter = bucket_variants(planned, buckets)
+        shorter = [agreed(each) for each in bucket_variants(planned, buckets)]
         self.plan, self.device = plan, device
         self.program, self.schedule = planned.program, planned.schedule
         self.parts: dict[str, Stateful] = {}

@@ -71,8 +71,22 @@ def test_a_bucket_takes_as_long_as_a_plan_of_its_length(folder: Path) -> None:
     assert [each.step_seconds for each in found.options] == sorted(
         (each.step_seconds for each in found.options), reverse=True
     )
+    assert [each.rows[0] for each in found.options] == [8] * 3
     assert found.options[0].padding == pytest.approx(1 - 62 / 512)
     assert found.options[0].tokens_per_second == pytest.approx(8 * 62 / whole)
+
+
+def test_grouped_batches_have_the_planned_positions(folder: Path) -> None:
+    """90 sequences of 40 positions fill 90 / 64 batches of 64 rows, 8 of 200 half of one of 16
+    rows, and 2 of 500 a quarter of one of 8 rows."""
+    found = price_lengths(model_of(folder / "512.json"), LENGTHS)
+    one = found.grouped[2]
+    assert (one.buckets, one.rows) == ((64, 256, 512), (64, 16, 8))
+    steps = [90 / 64, 8 / 16, 2 / 8]
+    assert one.shares == pytest.approx([each / sum(steps) for each in steps])
+    seconds = sum(number * each for number, each in zip(steps, one.seconds, strict=True))
+    assert one.tokens_per_second == pytest.approx(sum(LENGTHS) / seconds)
+    assert one.padding == pytest.approx(1 - sum(LENGTHS) / (90 * 64 + 8 * 256 + 2 * 512))
 
 
 def test_the_page_says_the_buckets_of_a_script(
@@ -82,6 +96,7 @@ def test_the_page_says_the_buckets_of_a_script(
     assert run_command([*arguments, str(folder / "lengths.txt")]) == 0
     page = capsys.readouterr().out
     assert "Step(model, buckets=(64, 256))" in page
+    assert "Step(model, buckets={64: 64, 256: 16})" in page
     assert max(map(len, page.splitlines())) <= 80
     assert run_command([*arguments, str(folder / "lengths.txt"), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -89,6 +104,7 @@ def test_the_page_says_the_buckets_of_a_script(
     found = document["result"]
     assert found["number"] == len(LENGTHS)
     assert [len(each["buckets"]) for each in found["options"]] == [1, 2, 3]
+    assert [len(each["rows"]) for each in found["grouped"]] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

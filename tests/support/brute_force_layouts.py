@@ -22,7 +22,7 @@ from autoparallel.planner.graph.graph import Blocks, Graph, Node, Ref
 from autoparallel.planner.graph.layout import (
     INVARIANT,
     REPLICATE,
-    RING,
+    RINGS,
     AxisStrategy,
     InnerCollective,
     Layout,
@@ -73,7 +73,7 @@ def op_options(
     for strategies in product(*per_axis):
         assert not any(each.groups for each in strategies)
         made = [each.outputs for each in strategies]
-        if any(each.label == RING and made.count(each.outputs) > 1 for each in strategies):
+        if any(each.label in RINGS and made.count(each.outputs) > 1 for each in strategies):
             continue
         layout = combine(strategies)
         if not node.inputs:
@@ -92,7 +92,7 @@ def _axis_strategies(node: Node, graph: Graph, size: int, *, batch: bool) -> Seq
     if size == 1:
         whole = (INVARIANT,)
         return [AxisStrategy("I", whole * len(node.inputs), whole * len(node.outputs))]
-    offered = [each for each in rules.axis_strategies(node, graph, size) if each.label != RING]
+    offered = [each for each in rules.axis_strategies(node, graph, size) if each.label not in RINGS]
     if not batch or not graph.batch_dims:
         return offered
     dims = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]

@@ -41,6 +41,8 @@ def target_of(model: str, folder: Path) -> Target:
         return load_target(str(save_gpt(folder)), settings)
     if model.endswith(".py"):
         return load_target(model, {})
+    if model == "window":
+        return load_target("hf:tests/zoo/mistral", {"sliding_window": 5})
     name, _, lora = model.partition("+")
     return load_target(f"hf:{name}", {"lora": lora} if lora else {})
 

@@ -19,7 +19,9 @@ HEADS, SEQ, SIZE = 4, 16, 8
 CAUSAL = (None, 0.0, True)
 
 
-def attention(*rest: Any, seq: int = SEQ, keys: int | None = None, key_heads: int = HEADS) -> Graph:
+def attention(
+    *rest: Any, seq: int = SEQ, keys: int | None = None, key_heads: int = HEADS, window: int = 0
+) -> Graph:
     """Queries of ``seq`` positions, and keys of as many or ``keys``; ``rest`` of the arguments."""
     query = TensorSpec((1, HEADS, seq, SIZE), "float32", requires_grad=True)
     key = replace(query, shape=(1, key_heads, keys or seq, SIZE))
@@ -27,8 +29,8 @@ def attention(*rest: Any, seq: int = SEQ, keys: int | None = None, key_heads: in
     specs = {"q": query, "k": key, "v": key, "mask": mask}
     nodes = [Node(name, "op", "aten.clone.default", (), outputs=(s,)) for name, s in specs.items()]
     args = (Ref("q"), Ref("k"), Ref("v"), *rest)
-    path = "aten.scaled_dot_product_attention.default"
-    nodes.append(Node("op", "op", path, args, {}, (query,)))
+    path, named = "aten.scaled_dot_product_attention.default", {"window": window} if window else {}
+    nodes.append(Node("op", "op", path, args, named, (query,)))
     return Graph(tuple(nodes), Ref("op"), 1)
 
 

@@ -12,7 +12,7 @@ import pytest
 import transformers
 from exported_plans import BATCH, CASES, NUM_DEVICES, case, configured, plans, written
 
-from autoparallel.planner.graph.layout import OF_GROUPS, RING
+from autoparallel.planner.graph.layout import HALO, OF_GROUPS, RING
 from autoparallel.planner.plan import Plan
 from autoparallel.systems.megatron import (
     DENSE,
@@ -237,6 +237,7 @@ def test_arguments(name: str, wanted: list[str], unwanted: list[str], tmp_path: 
     [
         (RING, "p2p", ""),
         ("b1", "a2a", ""),
+        (HALO, "all_gather", "keys of its windows alone"),
         (OF_GROUPS, "p2p", "attention by heads, of which keys have fewer than ranks"),
     ],
 )
@@ -250,7 +251,7 @@ def test_the_way_of_attention_is_that_of_the_plan(
 
 
 @pytest.mark.usefixtures("unpriced")
-@pytest.mark.parametrize("label", [RING, "b1"])
+@pytest.mark.parametrize("label", [RING, HALO, "b1"])
 def test_torchtitan_gathers_keys_where_the_plan_does_not(label: str, tmp_path: Path) -> None:
     report = written(with_attention(case("cp"), label), "torchtitan", tmp_path).report
     assert "keys and values gathered" in " ".join(report.split())

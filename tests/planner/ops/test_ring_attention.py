@@ -25,7 +25,7 @@ from autoparallel.cost_model.cluster.cluster import Host, Link
 from autoparallel.cost_model.collectives.dispatch import ring_seconds
 from autoparallel.cost_model.profile.arguments import build_call
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.passes.ops import ring  # noqa: F401 - registers the ops
+from autoparallel.passes.ops import halo, ring  # noqa: F401 - they register ops
 from autoparallel.planner.costs.choices import (
     Restriction,
     inner_collectives,
@@ -38,6 +38,7 @@ from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.graph import Graph, Ref
 from autoparallel.planner.graph.layout import (
     BALANCED,
+    HALO,
     OF_GROUPS,
     RING,
     Mesh,
@@ -47,7 +48,7 @@ from autoparallel.planner.graph.layout import (
     shard,
 )
 from autoparallel.planner.ops import work
-from autoparallel.planner.ops.attention import BALANCED_RING, RING_ATTENTION
+from autoparallel.planner.ops.attention import BALANCED_RING, HALO_ATTENTION, RING_ATTENTION
 from autoparallel.planner.ops.experts import as_run
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
@@ -66,8 +67,9 @@ ROW = HEADS * SIZE * 4
         attention(*CAUSAL, keys=2 * SEQ),
         attention(*CAUSAL, seq=2),
         attention(None, 0.1, True),
+        attention(*CAUSAL, window=4),
     ],
-    ids=["masked", "keys of another length", "one position on a rank", "dropout"],
+    ids=["masked", "keys of another length", "one position on a rank", "dropout", "window"],
 )
 def test_other_attention_has_no_ring(graph: Graph) -> None:
     assert RING not in labels(graph, 2)
@@ -102,6 +104,53 @@ def test_a_message_has_one_ranks_keys_and_values() -> None:
     forward = [(each.kind, each.num_bytes) for each in found if not each.backward]
     assert forward == [("swap", 2 * ROW), ("swap", 2 * ROW), ("swap", 4 * ROW), ("ring", 8 * ROW)]
     assert sum(each.backward for each in found) == 4
+
+
+@pytest.mark.parametrize(("window", "parts"), [(4, [3]), (6, [4, 1]), (99, [4, 4, 4])])
+def test_with_a_window_a_rank_receives_its_halo(window: int, parts: list[int]) -> None:
+    """Of 16 positions a rank of four has four. The messages follow each other, and compute waits;
+    backward as many bytes return."""
+    graph, prices = attention(*CAUSAL, window=window), prices_on((4,))
+    own = strategy(graph, 4, HALO)
+    assert own.inputs == (shard(2),) * 3
+    assert own.outputs == (shard(2),)
+    for backward in (False, True):
+        sent = [each for each in own.collectives if each.backward == backward]
+        assert [(each.kind, each.num_bytes) for each in sent] == [
+            ("halo", 2 * part * ROW) for part in parts
+        ]
+    seconds = sum(1e-6 + 2 * part * ROW * 1e-9 for part in parts)
+    found = priced(graph, layout_of(own), prices)
+    assert found.forward_communication == pytest.approx(seconds, rel=1e-12)
+    assert found.backward_communication == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(("window", "seen", "before"), [(2, 4, 1), (4, 7, 3), (6, 9, 5)])
+def test_attention_with_a_halo_is_priced_by_the_keys_that_it_multiplies(
+    window: int, seen: int, before: int
+) -> None:
+    """Four queries of a rank: in chunks each is multiplied with two windows of keys, else with
+    those of the rank and its halo. It keeps the statistics, a mask, and keys and values behind the
+    halo."""
+    graph, prices = attention(*CAUSAL, window=window), prices_on((4,))
+    layout = layout_of(strategy(graph, 4, HALO))
+    node, inputs, outputs = local(graph, layout, prices)
+    found = work(node, inputs, outputs)
+    assert node.op == HALO_ATTENTION
+    assert found.flops_forward == HEADS * 4 * seen * 2 * (SIZE + SIZE)
+    case = op_case(node, inputs, outputs, found)
+    assert case is not None
+    call = build_call(case, "cpu")
+    args, kwargs = call.prepare()
+    assert call.op(*args, **kwargs).shape == (1, HEADS, 4, SIZE)
+    parts = dict(saved_parts(graph["op"], layout, graph, prices))
+    assert "k:0" not in parts
+    joined = 2 * (4 + before) * ROW
+    is_chunked = window == 2
+    copies = 4 * ROW if is_chunked else 0
+    masks = 2 * (2 + 1) + 2 * 4 if is_chunked else 4 * (4 + before)
+    assert parts["op:extra"] == joined + copies + 4 * masks + 4 * HEADS * 4
+    assert working_bytes(graph["op"], layout, graph, prices) == 4 * 4 * ROW + 2 * joined
 
 
 def test_no_other_axis_splits_positions_beside_a_ring() -> None:
