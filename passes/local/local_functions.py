@@ -5,6 +5,7 @@ Each function takes the rank first and local tensors next.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...planner.graph.layout import REPLICATE, Step, shard
-from ..ops.collectives import Rank, convert, swap
+from ..ops.collectives import Parts, Rank, convert, exchange, place_along, swap
+from ..ops.documents import MOST_CHUNKS, bounds_of, shared_chunks
 from ..ops.halo import halo_attention
 from ..ops.local_loss import part_of
 from ..ops.lower_right import attend_upto, split_in_half
@@ -41,6 +43,8 @@ def split_causal_attention(
 ) -> Tensor:
     """Compute causal attention for this rank's queries, whose positions are split over mesh axes
     ``axes``; the rank has all keys and values."""
+    if axes and "documents" in options:
+        return shared_document_attention(rank, query, key, value, axes=axes, **options)
     start, _ = part_of(rank, query.shape[-2], axes)
     return attend_upto(start + query.shape[-2], query, key, value, **options)
 
@@ -58,7 +62,9 @@ def balanced_causal_attention(
     """Compute causal attention for the first half of this rank's queries and the second half of its
     partner's, so that the ranks' work is balanced; return the results of this rank's own queries.
     The partner is the rank at the mirrored coordinate (n - 1 - i for i of n) of each axis of
-    ``balanced``: see ``ops.attention``."""
+    ``balanced``: see ``ops.attention``. Packed documents are shared by their own lengths."""
+    if "documents" in options:
+        return shared_document_attention(rank, query, key, value, axes=axes, **options)
     start, _ = part_of(rank, query.shape[-2], axes)
     partner_start, _ = part_of(rank, query.shape[-2], axes, mirrored=balanced)
     kept, sent = split_in_half(query)
@@ -66,6 +72,47 @@ def balanced_causal_attention(
     own = attend_upto(start + kept.shape[-2], kept, key, value, **options)
     other = attend_upto(partner_start + query.shape[-2], taken, key, value, **options)
     return torch.cat([own, swap(other, balanced, rank.communicator)], -2)
+
+
+def shared_document_attention(
+    rank: Rank,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    axes: tuple[int, ...],
+    documents: Tensor,
+    **options: Any,
+) -> Tensor:
+    """Compute causal attention within packed documents for the chunks of queries that this rank
+    gets (``shared_chunks``), whose positions are split over mesh axes ``axes``; return the results
+    of its own queries. The rank has all keys and values, and the ids ``documents`` of all
+    positions."""
+    place, length = place_along(rank.communicator, axes), query.shape[-2]
+    count = gcd(length, MOST_CHUNKS)
+    bounds, window = bounds_of(documents), options.get("window", 0)
+    taken = shared_chunks(bounds, rank.mesh.num_ranks(axes), count, window)
+    own, options["documents"] = range(place * count, (place + 1) * count), documents
+    if all(chunk // count == owner for owner, each in enumerate(taken) for chunk in each):
+        return attend_upto((place + 1) * length, query, key, value, **options)
+    order = [chunk - own.start for each in taken for chunk in each if chunk in own]
+    sent = tuple(sum(chunk in own for chunk in each) for each in taken)
+    received = tuple(
+        sum(chunk // count == owner for chunk in taken[place]) for owner in range(len(taken))
+    )
+    chunks = query.chunk(count, -2)
+    rows = torch.stack([chunks[at].flatten() for at in order])
+    parts = Parts(lambda: (sent, received, ()))
+    rows = exchange(rank, rows, parts, axes)
+    found = [
+        attend_upto((at + 1) * (length // count), row.view(chunks[0].shape), key, value, **options)
+        for at, row in zip(taken[place], rows, strict=True)
+    ]
+    shape = found[0].shape
+    rows = torch.stack([each.flatten() for each in found])
+    rows = exchange(rank, rows, parts.back(), axes)
+    results = dict(zip(order, rows, strict=True))
+    return torch.cat([results[at].view(shape) for at in range(count)], -2)
 
 
 def grouped_attention(

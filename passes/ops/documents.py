@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -43,6 +44,12 @@ aten = torch.ops.aten
 
 CHUNK = 512
 """Queries of one mask, where masks are written."""
+
+MOST_CHUNKS = 8
+"""Chunks of a rank's queries that different ranks may attend, at the most."""
+
+EVEN = 1.05
+"""Pairs of the busiest rank relative to the mean, up to which queries stay where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,38 @@ def _read(rows: Tensor) -> Bounds:
         is_repeated |= len(set(ids.tolist())) < len(ids)
         found.append((0, *inner.tolist(), length))
     return Bounds(tuple(found), is_repeated)
+
+
+@lru_cache(maxsize=16)
+def shared_chunks(
+    bounds: Bounds, num_ranks: int, num_chunks: int, window: int = 0
+) -> tuple[tuple[int, ...], ...]:
+    """Return, for each rank, the chunks of positions whose queries it attends, ``num_chunks`` each
+    and in order, so that all ranks multiply about as many pairs: the chunk with most pairs goes to
+    the rank with the fewest so far (Graham 1969, longest processing time first). Rank r keeps its
+    own chunks, from number r · ``num_chunks`` on, if none then has ``EVEN`` times the mean."""
+    own = tuple(tuple(range(r * num_chunks, (r + 1) * num_chunks)) for r in range(num_ranks))
+    length = bounds.rows[0][-1] // (num_ranks * num_chunks)
+    work = [0] * (num_ranks * num_chunks)
+    for start, stop in (each for row in bounds.rows for each in pairwise(row)):
+        for chunk in range(start // length, (stop - 1) // length + 1):
+            low, high = max(start, chunk * length), min(stop, (chunk + 1) * length)
+            work[chunk] += _pairs(high - start, window) - _pairs(low - start, window)
+    if max(sum(work[c] for c in each) for each in own) * num_ranks <= EVEN * sum(work):
+        return own
+    loads, found = [0] * num_ranks, [list[int]() for _ in own]
+    for chunk in sorted(range(len(work)), key=work.__getitem__, reverse=True):
+        free = (rank for rank in range(num_ranks) if len(found[rank]) < num_chunks)
+        rank = min(free, key=lambda each: (loads[each], each != chunk // num_chunks))
+        found[rank].append(chunk)
+        loads[rank] += work[chunk]
+    return tuple(tuple(sorted(each)) for each in found)
+
+
+def _pairs(length: int, window: int) -> int:
+    """Return the number of keys that the first ``length`` positions of a document see."""
+    full = min(length, window) if window else length
+    return full * (full + 1) // 2 + (length - full) * window
 
 
 def document_attention(

@@ -144,7 +144,7 @@ def _entry(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> tuple[int, S
         batch = graph.batch_dims.get(ref.name)
         sizes = graph.spec(ref).shape
         own = dims.get(ref, frozenset()) - {batch[ref.index] if batch else None}
-        own = {dim for dim in own if sizes[dim] > 1} or own  # one row is a whole batch
+        own = frozenset(dim for dim in own if sizes[dim] > 1) or own  # one row is a whole batch
         if not own:
             continue
         if len(own) > 1:

@@ -31,7 +31,7 @@ from ..graph.layout import (
     shard,
 )
 from .annotation import FLOATS, Signature
-from .attention import balanced_strategies, grouped_strategies, ring_strategies
+from .attention import balanced_strategies, grouped_strategies, is_packed, ring_strategies
 from .case import Case
 from .catalog import signature_of
 
@@ -66,10 +66,13 @@ def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrateg
         axis_size=axis_size,
         leaves=[nodes[ref.name].kind != "op" for ref in node.inputs],
     )
+    balanced = balanced_strategies(case, derived, axis_size)
+    if is_packed(node) and balanced:  # ranks always share documents by their lengths
+        derived = tuple(each for each in derived if each.inputs[0] != balanced[0].inputs[0])
     return (
         *exchanged_parts(case, axis_size),
         *derived[:-1],
-        *balanced_strategies(case, derived, axis_size),
+        *balanced,
         *grouped_strategies(case, axis_size),
         derived[-1],
     )

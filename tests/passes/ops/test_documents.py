@@ -14,7 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from autoparallel.passes.backward.recomputing import Recomputing
 from autoparallel.passes.ops import documents
-from autoparallel.passes.ops.documents import bounds_of, document_attention
+from autoparallel.passes.ops.documents import (
+    Bounds,
+    bounds_of,
+    document_attention,
+    shared_chunks,
+)
 from autoparallel.passes.ops.lower_right import attend_upto
 from autoparallel.planner.plan import Recompute
 
@@ -132,6 +137,36 @@ def test_bounds_are_read_once_and_again_after_a_change(monkeypatch: pytest.Monke
     ids[1, 0] = 6
     assert bounds_of(ids).rows == ((0, 5, 6, 20), (0, 1, 20))
     assert len(reads) == 2
+
+
+def unevenness(bounds: Bounds, ranks: int, chunks: int, window: int) -> float:
+    """Pairs of the busiest rank relative to the mean, counted position by position."""
+    taken = shared_chunks(bounds, ranks, chunks, window)
+    assert sorted(each for own in taken for each in own) == [*range(ranks * chunks)]
+    assert {len(own) for own in taken} == {chunks}
+    seen = torch.zeros(bounds.rows[0][-1], dtype=torch.int64)
+    for start, stop in (each for row in bounds.rows for each in pairwise(row)):
+        pairs = torch.arange(1, stop - start + 1)
+        seen[start:stop] += pairs.clamp(max=window) if window else pairs
+    work = seen.view(ranks * chunks, -1).sum(1)
+    return float(max(work[list(own)].sum() for own in taken) * ranks / work.sum())
+
+
+@pytest.mark.parametrize("window", [0, 200])
+@pytest.mark.parametrize("mean", [256, 2048, 2**16])
+def test_ranks_share_documents_evenly_by_their_pairs(mean: int, window: int) -> None:
+    """16,384 positions on 8 ranks; whole sequences without a window are the hardest case."""
+    for seed in range(5):
+        lengths = torch.empty(300).exponential_(1 / mean, generator=torch.manual_seed(seed))
+        stops = (lengths.ceil().long().cumsum(0)).tolist()
+        inner = [stop for stop in stops if stop < 2**14]
+        bounds = Bounds(((0, *inner, 2**14),), is_repeated=False)
+        assert unevenness(bounds, 8, 8, window) < 1.1
+
+
+def test_queries_stay_where_ranks_are_even_anyway() -> None:
+    equal = Bounds((tuple(range(0, 65, 4)),) * 2, is_repeated=False)
+    assert shared_chunks(equal, 4, 4) == tuple(tuple(range(r * 4, r * 4 + 4)) for r in range(4))
 
 
 @pytest.mark.slow

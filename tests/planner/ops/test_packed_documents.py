@@ -69,10 +69,10 @@ def test_products_are_those_of_the_documents() -> None:
     assert found.products_forward == ((4 * HEADS, 4, 4, SIZE),)
 
 
-def test_it_is_split_as_causal_attention_but_in_no_ring() -> None:
+def test_it_is_split_as_causal_attention_but_in_no_ring_and_never_unbalanced() -> None:
     found, causal = (labels(graph, 2) for graph in (packed(), attention(*CAUSAL)))
-    assert sorted([*found, RING]) == sorted(causal)
-    assert str(strategy(packed(), 2, "q").inputs[3]) == "I"
+    assert sorted([*found, RING, "q"]) == sorted(causal)
+    assert str(strategy(packed(), 2, BALANCED).inputs[3]) == "I"
 
 
 @pytest.mark.parametrize("length", [0, 4])
