@@ -136,7 +136,7 @@ class StageCost:
         seconds = self._groups.seconds.copy()
         for compute, issue in ISSUED:
             seconds[:, compute] = np.maximum(seconds[:, compute], seconds[:, issue])
-        return Groups(seconds, self._groups.counts)
+        return self._groups._replace(seconds=seconds)
 
     @cached_property
     def buckets(self) -> Buckets:
@@ -467,7 +467,10 @@ class StageTable:
         seconds = np.array([of_kind[kind][BLOCK_MODES.index(mode)] for kind, mode in entries])
         for name in run.shared:
             seconds[0] += self.row(name).seconds[0, setting.zero]
-        return Groups(seconds, counts)
+        modes = [BLOCK_MODES.index(mode) for _, mode in entries]
+        kept = zip(entries, modes, strict=True)
+        moved = np.array([self.kinds[kind].host_bytes[mode] for (kind, _), mode in kept])
+        return Groups(seconds, counts, moved / host_link(self.model.prices.device))
 
     def _issued(self, kind: str, seconds: Floats, *, splits: bool) -> Floats:
         """Return a block's ``seconds[mode, RESOURCE]`` with the host's time of each pass (or half

@@ -123,7 +123,7 @@ class Formats:
         """Return the dtypes of trained parameters and their gradients, by a plan's options."""
         compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
         gradient = compute if states.gradient_dtype == "compute" else master
-        return Formats(compute, master, gradient, states.offload)
+        return Formats(compute, master, gradient, states.offload != "none")
 
     def of_parameter(self, spec: TensorSpec) -> Formats:
         """Return the dtypes of one parameter: a frozen one has only the compute dtype."""

@@ -34,7 +34,7 @@ SETTINGS = {"n_layer": 2, "d_model": 64, "n_head": 2, "seq": 16, "vocab": 64}
 BATCH, SEQ, STEPS = 8, 16, 3
 CPU = torch.device("cpu")
 HALF = StateOptions("compute")
-OFFLOADED = StateOptions("compute", offload=True)
+OFFLOADED = StateOptions("compute", "optimizer")
 
 
 def captured(precision: Precision) -> tuple[Deferred, Program]:
@@ -51,7 +51,7 @@ def planned(parallel: str, precision: Precision, states: StateOptions = DEFAULT)
         gradient_dtype=states.gradient_dtype,
         forced=replace(
             parse_parallel(f"microbatches=4,{parallel}"),
-            offload="optimizer" if states.offload else "none",
+            offload=states.offload,
         ),
     )
     target = load_target(str(ROOT / "examples/gpt.py"), SETTINGS)
@@ -124,7 +124,7 @@ def train_both(jobs: list[tuple[Case, str, str]]) -> None:
 
 def test_an_optimizer_in_host_memory_changes_no_bit() -> None:
     """In float32, under every ZeRO stage: with clipping, and with updates that are skipped."""
-    offloaded = StateOptions(offload=True)
+    offloaded = StateOptions(offload="optimizer")
     jobs = [
         (
             case,
@@ -161,7 +161,7 @@ def test_ranks_hold_the_bytes_that_are_predicted(states: StateOptions) -> None:
             total = expected.total + host
             assert sum(held.values()) == pytest.approx(total, rel=0.02), zero
             assert gradients == pytest.approx(expected.gradients, rel=0.1), zero
-            in_host = 0 if not states.offload else numel * 4 // (2 if zero else 1)
+            in_host = 0 if states.offload == "none" else numel * 4 // (2 if zero else 1)
             assert parameters == pytest.approx(expected.parameters + in_host, rel=0.02), zero
 
 
@@ -209,7 +209,7 @@ def save_and_load(folder: str, first: str, others: list[str]) -> None:
 @pytest.mark.slow
 def test_checkpoints_load_with_and_without_offloading(tmp_path: Path) -> None:
     """From states on the device into host memory, under other ZeRO stages, and back."""
-    offloaded = StateOptions(offload=True)
+    offloaded = StateOptions(offload="optimizer")
     others = [planned(parallel, "fp32", offloaded) for parallel in ("dp=2,zero=3", "tp=2")]
     run_processes(2, save_and_load, str(tmp_path / "kept"), planned("dp=2,zero=1", "fp32"), others)
 
