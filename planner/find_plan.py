@@ -37,7 +37,7 @@ from .requests.features import OFFERED_MODES
 from .requests.goal import INTERRUPTED, Observe, ignore
 from .requests.options import check_degrees, check_forced_schedule, refused
 from .requests.pins import check_kept, in_given_kinds, pinned_blocks
-from .requests.request import LEAST_ZERO, Request
+from .requests.request import Request, offloading
 from .schedules.schedules import registered_schedule
 from .search.bound import lower_bound
 from .search.candidates import Candidate
@@ -118,10 +118,9 @@ def plan(
     measured prices; ``observe`` is told of progress.
 
     Raises UsageError for a request that cannot be met (AP170 if times must be measured but are not,
-    AP546 and AP158 for a forced schedule that an option excludes, AP191 for parameters in host
-    memory that nothing shards, AP196 and AP197 for gradient sums that the plan cannot run),
-    InfeasibleError AP301 if nothing fits in memory, TimeLimitError AP701 if nothing was found in
-    time, InternalError AP999 if the two prices of the plan differ.
+    AP546 and AP158 for a forced schedule that an option excludes, AP196 and AP197 for gradient sums
+    that the plan cannot run), InfeasibleError AP301 if nothing fits in memory, TimeLimitError AP701
+    if nothing was found in time, InternalError AP999 if the two prices of the plan differ.
     """
     check_forced(request.forced)
     check_forced_servers(request.forced, cluster)
@@ -142,7 +141,6 @@ def plan(
     except InfeasibleError as failure:
         found = _offloaded(cluster, request, failure, searched)
     best = found.best_plan()
-    check_gathered(best)
     best = check_prediction(best, graph, blocks, rules=rules, basis=replace(basis, asked=None))
     best = with_sums(best, graph, blocks, request.forced, rules=rules, basis=basis)
     best = with_sources(best, graph, blocks, basis=basis, rules=rules)
@@ -199,24 +197,9 @@ def _offloaded(
     if not may_offload:
         raise failure
     for states in get_args(Offload)[1:]:
-        moved = replace(request, offload=states)
-        is_sharded = states != "parameters" or cluster.num_devices > 1
-        if moved.zeros and is_sharded and not (LEAST_ZERO[states] and request.forced.all_reduces):
-            with suppress(InfeasibleError):
-                return searched(moved)
+        with suppress(InfeasibleError, UsageError):  # the request may exclude some
+            return searched(offloading(request, states))
     raise failure
-
-
-def check_gathered(plan: Plan) -> None:
-    """Raise UsageError AP191 if parameters are to be in host memory, but no stage shards them."""
-    if plan.offload == "parameters" and all(stage.zero < 3 for stage in plan.stages):
-        raise UsageError(
-            "AP191",
-            "offload=parameters where no ranks share parameters",
-            why="it is the shards of ZeRO 3 that host memory can hold",
-            where="--parallel",
-            fix="dp=2 or more, or offload=gradients",
-        )
 
 
 def with_offers(request: Request, graph: Graph, cluster: Cluster) -> Request:

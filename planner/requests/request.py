@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isqrt
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -373,6 +373,12 @@ class Request:
     def recomputations(self) -> tuple[Recompute, ...]:
         """Return the allowed recomputation modes, in descending order of kept activations."""
         return self.features.recompute if self.recompute is None else (self.recompute,)
+
+
+def offloading(request: Request, states: Offload) -> Request:
+    """Return the request with these states in host memory. Raises UsageError if it excludes
+    them."""
+    return replace(request, offload=states, forced=replace(request.forced, offload=states))
 
 
 def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap: float) -> None:

@@ -314,7 +314,10 @@ class Stage(Choices):
 
     @property
     def zeros(self) -> tuple[int, ...]:
-        return tuple(range(len(self.shardings))) if self.prices.shards > 1 else (0,)
+        if self.prices.shards == 1:
+            return (0,)
+        least = {"gradients": 2, "parameters": 3}.get(self.prices.states.offload, 0)
+        return tuple(at for at, own in enumerate(self.shardings) if own[0] >= least)
 
     @cached_property
     def recomputations(self) -> list[Modes]:
@@ -357,14 +360,20 @@ class Stage(Choices):
         passes, beside = self._beside(zero, modes, halved=halved)
         forward = [own[0] for own in beside]
         states = [dict(zip(OF_STATES, own, strict=True)) for own in self.states[zero]]
-        gather = [(own["forward_states"], own["forward_slowed"]) for own in states]
-        both = [(own["backward_states"], own["backward_slowed"]) for own in states]
+        names = ("states", "slowed", "copies")
+        gather = [tuple(own[f"forward_{name}"] for name in names) for own in states]
+        both = [tuple(own[f"backward_{name}"] for name in names) for own in states]
         scatter = [
             tuple(a - b for a, b in zip(*each, strict=True))
             for each in zip(both, gather, strict=True)
         ]
-        passes[0] += one_ahead(gather, forward)
-        passes[1] += ahead_and_behind(gather, scatter, [own[1] for own in beside])
+        rate = self.prices.device.host_link_bytes_per_second or 12e9
+        kept = [
+            self.host_bytes[block].get(mode, 0.0 * forward[0]) for block, mode in enumerate(modes)
+        ]
+        moved = [own / rate for own in kept]
+        passes[0] += one_ahead(gather, forward, moved)
+        passes[1] += ahead_and_behind(gather, scatter, [own[1] for own in beside], moved)
         end = sum(own["optimizer"] for own in states)
         end = end + self.first_gather(zero, modes)
         sync = [(own["gradient_sync"], own["sync_slowed"]) for own in states]

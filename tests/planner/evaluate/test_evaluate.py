@@ -13,6 +13,7 @@ from random_suites import seeds
 from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.ops.memory import DEFAULT, Offload, StateOptions
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import Basis, CostQueries
@@ -65,12 +66,14 @@ def random_stage(
     restriction: Restriction | None = None,
     mode: Recompute | None = None,
     modes: tuple[Recompute, ...] = RECOMPUTE_MODES,
+    states: StateOptions = DEFAULT,
 ) -> tuple[Plan, float, float]:
     """A plan of random layouts, ZeRO and recomputation (``mode`` of every block if given, else one
     of ``modes``); its objective and bytes by the tables: by the integer program, which leaves out
     waits for offloaded values, unless some may be offloaded."""
     on = on or cluster(4)
-    prices = Prices(mesh, on, tuple(range(mesh.size)), "fp32", "adamw", rules)
+    ranks = tuple(range(mesh.size))
+    prices = Prices(mesh, on, ranks, "fp32", "adamw", rules, states=states)
     structure = Structure(graph, blocks)
     model = StageModel(structure, prices, restriction or Restriction(), on.hosts[0].link)
     run = structure.run(0, len(blocks.blocks))
@@ -102,7 +105,7 @@ def random_stage(
         0.0,
         0.0,
     )
-    request = Request(graph.batch_size * count)
+    request = Request(graph.batch_size * count, offload=states.offload)
     found = make_plan(structure, on, request, whole, [], (0, {}))
     if any(map(is_offloaded, (mode or "none", *modes))):
         own = answer.cost
@@ -128,6 +131,31 @@ def test_random_plans_with_offloaded_blocks_cost_what_the_tables_say(seed: int) 
     graph, blocks = mlp(3) if seed % 2 else random_graph(seed, 5, num_blocks=3)
     modes = POLICY_MODES if seed % 3 else ("none-offloaded",)
     found, objective, num_bytes = random_stage(graph, blocks, MESHES[seed % 3], rng, modes=modes)
+    again = evaluate(graph, blocks, found, found.cluster)
+    assert again.objective_seconds[0] == pytest.approx(objective, rel=1e-9)
+    assert again.peak_memory_bytes == pytest.approx(num_bytes, abs=1.0)
+
+
+@pytest.mark.parametrize("offload", ["gradients", "parameters"])
+@pytest.mark.parametrize("seed", seeds(8))
+def test_random_plans_with_states_in_host_memory_cost_what_the_tables_say(
+    seed: int, offload: Offload
+) -> None:
+    """Their copies compete with those of activations, and take longer than compute or not."""
+    rng = random.Random(seed)
+    graph, blocks = mlp(3) if seed % 2 else random_graph(seed, 5, num_blocks=3)
+    (host,) = cluster(4).hosts
+    rate = rng.choice((1e7, 1e8, 1e9))
+    device = replace(host.device, kind="cuda", host_link_bytes_per_second=rate)
+    found, objective, num_bytes = random_stage(
+        graph,
+        blocks,
+        MESHES[seed % 3],
+        rng,
+        on=replace(cluster(4), hosts=(replace(host, device=device),)),
+        modes=POLICY_MODES,
+        states=StateOptions(offload=offload),
+    )
     again = evaluate(graph, blocks, found, found.cluster)
     assert again.objective_seconds[0] == pytest.approx(objective, rel=1e-9)
     assert again.peak_memory_bytes == pytest.approx(num_bytes, abs=1.0)
