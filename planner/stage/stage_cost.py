@@ -454,22 +454,29 @@ class StageTable:
             memory,
             kept,
             late,
-            self._groups_of(run, setting, of_kind),
+            self._groups_of(run, setting, of_kind, costs.host_bytes),
             self.model.prices.shares_links(self.model.prices.shardings[setting.zero].degree),
             offloaded_bytes=host_bytes,
             exposed_copies=sum(exposed),
             host_copies=host_bytes / host_link(self.model.prices.device),
         )
 
-    def _groups_of(self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats]) -> Groups:
-        """Return the seconds by block; a parameter of several blocks counts with the first."""
-        entries, counts = group_blocks(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
-        seconds = np.array([of_kind[kind][BLOCK_MODES.index(mode)] for kind, mode in entries])
+    def _groups_of(
+        self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats], host_bytes: Floats
+    ) -> Groups:
+        """Return the seconds by block; a parameter of several blocks counts with the first.
+        ``host_bytes[mode, class]``: offloaded values of a block of each class, in each mode that
+        recomputes or offloads."""
+        modes = [BLOCK_MODES.index(mode) for mode in run.modes(setting.policy)]
+        moves = self.model.prices.policy.moves_gradients and host_bytes.any()
+        classes = run.classes[1] if moves else (0,) * len(modes)
+        entries, counts = group_blocks(list(zip(run.kinds, modes, classes, strict=True)))
+        seconds = np.array([of_kind[kind][mode] for kind, mode, _ in entries])
         for name in run.shared:
             seconds[0] += self.row(name).seconds[0, setting.zero]
-        modes = [BLOCK_MODES.index(mode) for _, mode in entries]
-        kept = zip(entries, modes, strict=True)
-        moved = np.array([self.kinds[kind].host_bytes[mode] for (kind, _), mode in kept])
+        if not moves:
+            return Groups(seconds, counts)
+        moved = np.array([host_bytes[mode - 1, own] * (mode > 0) for _, mode, own in entries])
         return Groups(seconds, counts, moved / host_link(self.model.prices.device))
 
     def _issued(self, kind: str, seconds: Floats, *, splits: bool) -> Floats:
