@@ -215,7 +215,8 @@ class StagePrediction:
     transient and recomputation bytes come from running stages on fake tensors, and working has
     these bytes as the rules of ops predict them. ``host_bytes``: activations of one micro-batch
     that a device keeps in the host's memory; seconds then have host_copies (of them, in one
-    direction) and exposed_copies (what forward and backward wait for them).
+    direction) and exposed_copies (what forward and backward wait for them). state_copies: copies of
+    gradients and parameters to and from it, a part of states.
     """
 
     seconds: Mapping[str, float]

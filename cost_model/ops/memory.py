@@ -195,8 +195,8 @@ def policy_on(kind: str, rules: PrecisionPolicy) -> PrecisionPolicy:
     offloaded bytes count as the device's, because its memory is the host's."""
     if kind != "cpu" or not rules.host_bytes:
         return rules
-    held = {"moves_gradients": False, "moves_parameters": False}
-    return replace(rules, optimizer_bytes=rules.host_bytes, **held)
+    own = rules.host_bytes
+    return replace(rules, optimizer_bytes=own, moves_gradients=False, moves_parameters=False)
 
 
 def state_bytes(

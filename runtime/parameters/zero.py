@@ -270,8 +270,8 @@ class _HostShard(FSDPParam):
 
     def reset_sharded_param(self) -> None:
         """Take the parameter that the module holds, as the method does for shards on the device."""
-        self.sharded_param = getattr(self._module_info.module, self._module_info.param_name)
-        self._sharding_spec = self.sharded_param._spec
+        held: Any = getattr(self._module_info.module, self._module_info.param_name)
+        self.sharded_param, self._sharding_spec = held, held._spec
 
 
 def _allocate(stage: StageModule, parameter: StageParameter, own: FSDPParam) -> None:
