@@ -297,7 +297,7 @@ def seconds_of_passes(
         found: Floats = groups.seconds[..., resource]
         return found
 
-    passes, compute, link = [], [], []
+    passes, compute = [], []
     for direction in ("FORWARD", "BACKWARD"):
         whole = seconds[..., Resource[f"{direction}_COMPUTE"]]
         communication = seconds[..., Resource[f"{direction}_COMMUNICATION"]]
@@ -306,22 +306,24 @@ def seconds_of_passes(
         total = (groups.counts * own).sum(axis=-1)
         scale = np.divide(hides, total, out=np.zeros_like(total), where=total > 0)
         compute.append(own * scale[..., None])
-        link.append(np.maximum(0.0, compute[-1] - groups.activations))
         passes.append(whole + communication)
     gathered = of(Resource.FORWARD_STATES), of(Resource.FORWARD_SLOWED)
     scattered = (
         of(Resource.BACKWARD_STATES) - gathered[0],
         of(Resource.BACKWARD_SLOWED) - gathered[1],
     )
-    fetched = of(Resource.FORWARD_COPIES)
-    sent = of(Resource.BACKWARD_COPIES) - fetched
     both, slowed = (_before(g) + _after(s) for g, s in zip(gathered, scattered, strict=True))
     counts = groups.counts
     ends = gathered[0][..., -1] + scattered[0][..., 0]
-    least = np.maximum(gathered[1], fetched - _before(link[0]))
-    forward = passes[0] + exposed_one_ahead(gathered[0], least, compute[0], counts)
-    least = np.maximum(slowed, _before(fetched) + _after(sent) - link[1])
-    backward = passes[1] + ends + (counts * np.maximum(least, both - compute[1])).sum(axis=-1)
+    least = [gathered[1], slowed]
+    copies = of(Resource.FORWARD_COPIES), of(Resource.BACKWARD_COPIES)
+    if copies[1].any():
+        link = [np.maximum(0.0, own - groups.activations) for own in compute]
+        least[0] = np.maximum(least[0], copies[0] - _before(link[0]))
+        moved = _before(copies[0]) + _after(copies[1] - copies[0])
+        least[1] = np.maximum(slowed, moved - link[1])
+    forward = passes[0] + exposed_one_ahead(gathered[0], least[0], compute[0], counts)
+    backward = passes[1] + ends + (counts * np.maximum(least[1], both - compute[1])).sum(axis=-1)
     gather = of(Resource.PARAMETER_GATHER), of(Resource.GATHER_SLOWED)
     sync = of(Resource.GRADIENT_SYNC), of(Resource.SYNC_SLOWED)
     end = exposed_from_start(*sync, compute[1], counts) + seconds[..., Resource.OPTIMIZER]
