@@ -115,7 +115,7 @@ def precision_of(dtype: torch.dtype) -> Precision | None:
 @dataclass(frozen=True, slots=True)
 class Formats:
     """Dtypes of a stage's parameters and gradients; ``offloads``: masters (the optimizer's
-    parameters) are in host memory; ``moves_shards``: what ``fully_shard`` shards is, too."""
+    parameters) are in host memory; ``moves_shards``: the shards of ``fully_shard`` are, too."""
 
     compute: torch.dtype
     master: torch.dtype

@@ -258,9 +258,8 @@ class StageModule(nn.Module):
         )
         self._register_parameters(make)
         self.sums = HostSums(queue_of(self.device)) if states.moves_gradients else None
-        for parameter in self.by_name.values():
-            if parameter.spec.requires_grad and not parameter.reduce_axes:
-                parameter.sums = self.sums  # others are still to be summed over ranks
+        for each in self.by_name.values():  # others are still to be summed over ranks
+            each.sums = None if each.reduce_axes or not each.spec.requires_grad else self.sums
         self.buffer_regions = self._register_buffers()
         self.reductions = apply_zero(self, formats)
         self.with_gradient: set[int] = set()

@@ -361,8 +361,8 @@ class PartedUpdate:
             parameter.publish(given.get(parameter.name))
 
     def _refresh(self, part: Sequence[StageParameter]) -> None:
-        """Copy the new values of a part's masters to the device, cast on the host first, or to what
-        is gathered from host memory."""
+        """Copy the new values of a part's masters to the device, cast on the host first, or to
+        the shards that are gathered from host memory."""
         on_host = [p for p in part if self.device.type == "cpu" or p.host_shard is not None]
         for parameter in on_host:
             parameter.refresh()

@@ -72,8 +72,8 @@ class SumQueue(LateQueue):
 
 
 def summed(sums: HostSums, device: str = "cpu") -> tuple[list[Tensor], list[Tensor], int]:
-    """Sums of three micro-batches' gradients of five blocks of two parameters, what they should be,
-    and the most blocks whose gradients are alive at once."""
+    """Sums of three micro-batches' gradients of five blocks of two parameters, the right sums, and
+    the most blocks whose gradients are alive at once."""
     generator = torch.Generator().manual_seed(1)
     totals: dict[str, Tensor | None] = {}
     expected: dict[str, Tensor] = {}
