@@ -290,7 +290,7 @@ def seconds_of_passes(
     forward, ZeRO 3 gathers each block while the previous block computes. In the backward, while a
     block computes, ZeRO 3 gathers the block before it, and ZeRO 2 and 3 scatter the gradients of
     the block after it. Of the copies to and from the host among them, activations leave the link
-    free for what is left of the compute. The host's time to launch kernels is not counted.
+    free for the rest of the compute. The host's time to launch kernels is not counted.
     """
 
     def of(resource: Resource) -> Floats:

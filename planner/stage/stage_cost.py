@@ -65,7 +65,6 @@ communicators of a stage's mesh in its reserve, and ignores communicators of mes
 @dataclass(frozen=True)
 class StageCost:
     """Seconds and bytes of a stage. ``seconds`` per micro-batch and per step: see ``Seconds``.
-
     ``receive_seconds``: transfers from earlier stages (forward, backward), per micro-batch.
     ``memory_bytes``: per device, by category. ``activation_bytes``: of one micro-batch.
     ``late_seconds``: part of the backward for deferred weight gradients, None if unknown.
@@ -440,8 +439,8 @@ class StageTable:
         if setting.halves:
             late, late_bytes = self.weight_grads(run)
             memory["activations"] = held_bytes(setting.halves, kept, late_bytes)
-        of_zeros = self._transient_bytes(run, kinds, forced, costs)
-        memory["transient"] = float(of_zeros[setting.zero, 0])
+        transient = self._transient_bytes(run, kinds, forced, costs)[setting.zero]
+        memory["transient"] = float(transient[0])
         memory["buffers"] = float(constant_bytes(self.model, run))
         memory["reserve"] = float(context_bytes(self.model))
         return StageCost(
