@@ -136,6 +136,7 @@ def test_an_optimizer_in_host_memory_changes_no_bit() -> None:
         (CASES[0], "tp=2", "gradients"),
         (CASES[1], "dp=2,zero=2", "gradients"),
         (CASES[3], "dp=2,zero=3", "parameters"),
+        (Case(3, UpdateOptions(accumulate=3)), "dp=2,zero=3", "parameters"),
     ]
     jobs = [
         (case, planned(parallel, "fp32"), planned(parallel, "fp32", StateOptions(offload=states)))

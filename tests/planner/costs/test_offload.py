@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -108,6 +109,29 @@ def test_offloaded_activations_use_no_more_memory_of_the_host_than_there_is() ->
     assert again.host_bytes == needed
     with pytest.raises(InfeasibleError):
         plan(graph, blocks, with_memory(needed // 10), own)
+
+
+def test_activations_leave_room_for_states_in_the_memory_of_the_host() -> None:
+    """With memory for one of both alone, fewer activations are offloaded, or nothing fits."""
+    graph, blocks = mlp(12, rows=4096)
+    numel = sum(node.spec.numel for node in graph if node.kind == "parameter")
+    forced = Forced(num_microbatches=1, offload="optimizer")
+    features = Features(changes=frozenset(OFFERED_MODES))
+    own = Request(
+        4096, forced=forced, offload="optimizer", features=features, memory_limit_bytes=706 * 10**6
+    )
+    needed = plan(graph, blocks, h100s(), own).stages[0].prediction.host_bytes
+    (host,) = h100s().hosts
+    states = 12 * numel
+    assert needed > 0
+    for room in (needed, needed // 2):
+        device = replace(host.device, host_memory_bytes=states + room)
+        on = replace(h100s(), hosts=(replace(host, device=device),))
+        with suppress(InfeasibleError):
+            assert plan(graph, blocks, on, own).stages[0].prediction.host_bytes <= room
+    device = replace(host.device, host_memory_bytes=states)
+    with pytest.raises(InfeasibleError):
+        plan(graph, blocks, replace(h100s(), hosts=(replace(host, device=device),)), own)
 
 
 def test_sharding_over_more_devices_comes_before_offloading() -> None:
