@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import get_args
 
 from ..cost_model.cluster.cluster import Cluster
+from ..cost_model.ops.memory import Offload
 from . import ops as default_rules
 from .costs.basis import DEFAULT, Basis, CostQueries, uses_of
 from .costs.prices import Rules
@@ -35,7 +37,7 @@ from .requests.features import OFFERED_MODES
 from .requests.goal import INTERRUPTED, Observe, ignore
 from .requests.options import check_degrees, check_forced_schedule, refused
 from .requests.pins import check_kept, in_given_kinds, pinned_blocks
-from .requests.request import Request
+from .requests.request import Request, offloading
 from .schedules.schedules import registered_schedule
 from .search.bound import lower_bound
 from .search.candidates import Candidate
@@ -175,7 +177,8 @@ def _offloaded(
     searched: Callable[[Request], SearchResult],
 ) -> SearchResult:
     """Search again after no plan fitted: with every mode of recomputation and offloading that is
-    not denied, and then also with optimizer states in host memory.
+    not denied, and then also with states in host memory: optimizer states first, then gradients and
+    parameters too.
 
     Raises ``failure`` if neither is allowed or helps; only GPUs can offload.
     """
@@ -193,10 +196,10 @@ def _offloaded(
     )
     if not may_offload:
         raise failure
-    try:
-        return searched(replace(request, offload="optimizer"))
-    except InfeasibleError:
-        raise failure from None
+    for states in get_args(Offload)[1:]:
+        with suppress(InfeasibleError, UsageError):  # the request may exclude some
+            return searched(offloading(request, states))
+    raise failure
 
 
 def with_offers(request: Request, graph: Graph, cluster: Cluster) -> Request:

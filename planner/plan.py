@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..cost_model.cluster.cluster import Cluster
 from ..cost_model.cluster.tf32 import has_tf32
-from ..cost_model.ops.memory import GradientDtype, StateOptions
+from ..cost_model.ops.memory import GradientDtype, Offload, StateOptions
 from ..cost_model.simulator.consistency import Consistency
 from .graph.graph import Blocks
 from .graph.layout import INVARIANT, SLICED, Layout, Mesh, NodeLayout, sent_axes
@@ -32,9 +32,6 @@ Mode = Literal["auto", "measured", "analytic"]
 ``measured``: every queried op must be measured; ``analytic``: specifications only."""
 Float32Ops = Literal["autocast", "none"]
 """Ops that compute in float32 in a half-precision model: autocast's list of them, or none."""
-
-
-Offload = Literal["none", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +215,8 @@ class StagePrediction:
     transient and recomputation bytes come from running stages on fake tensors, and working has
     these bytes as the rules of ops predict them. ``host_bytes``: activations of one micro-batch
     that a device keeps in the host's memory; seconds then have host_copies (of them, in one
-    direction) and exposed_copies (what forward and backward wait for them).
+    direction) and exposed_copies (what forward and backward wait for them). state_copies: copies of
+    gradients and parameters to and from it, a part of states.
     """
 
     seconds: Mapping[str, float]
@@ -371,9 +369,10 @@ class Plan:
     ``goal`` is None if the objective is time and devices have no price. ``slices``: lengths of
     sequence slices, if any. ``compiled``: blocks are priced, and run, compiled.
     ``gradient_order``: with "priority" a step's last gradient sums, and their updates, run beside
-    the next step's forward. ``offload``: "optimizer" keeps masters and optimizer states in host
-    memory and steps on the host. ``servers`` is None without parameter servers. ``tiles``: most
-    tiles in which full recomputation runs the last ops of a block; 1: it runs them whole.
+    the next step's forward. ``offload``: states that are kept in host memory, where the optimizer
+    steps (``cost_model.ops.memory.Offload``). ``servers`` is None without parameter servers.
+    ``tiles``: most tiles in which full recomputation runs the last ops of a block; 1: it runs them
+    whole.
     """
 
     model: ModelInfo
@@ -401,8 +400,8 @@ class Plan:
 
     @property
     def states(self) -> StateOptions:
-        """Format of summed gradients, and whether optimizer states are in host memory."""
-        return StateOptions(self.model.gradient_dtype, self.offload == "optimizer")
+        """Format of summed gradients, and the states that are in host memory."""
+        return StateOptions(self.model.gradient_dtype, self.offload)
 
     @property
     def most_tiles(self) -> int:

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from ..cost_model.ops.memory import Offload
 from .graph.layout import Mesh
-from .plan import Offload, Plan, Recompute, ServerPlan, rows_text
+from .plan import Plan, Recompute, ServerPlan, rows_text
 
 SEPARATOR = " · "
 
@@ -43,6 +44,13 @@ RECOMPUTE_TITLES: dict[Recompute, str] = {
     "none-offloaded": "offload activations",
 }
 """Texts of the modes of blocks that are recomputed or offloaded; first those that run tiles."""
+
+HOST_STATES: dict[Offload, str] = {
+    "optimizer": "masters and optimizer states",
+    "gradients": "masters, optimizer states and gradients",
+    "parameters": "masters, optimizer states, gradients and parameters",
+}
+"""Names of the states that are in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +175,11 @@ def sharding_text(zero: int, shard_degree: int = 0) -> str:
 def offload_text(offload: Offload) -> tuple[str, ...]:
     """Return the part of a plan's summary line about offloading to host memory.
 
-    >>> offload_text("optimizer"), offload_text("none")
-    (('optimizer offloaded',), ())
+    >>> offload_text("gradients"), offload_text("none")
+    (('optimizer and gradients offloaded',), ())
     """
-    return () if offload == "none" else (f"{offload} offloaded",)
+    texts = {"gradients": "optimizer and gradients", "parameters": "all states"}
+    return () if offload == "none" else (f"{texts.get(offload, offload)} offloaded",)
 
 
 def schedule_text(name: str, num_chunks: int = 1, num_slices: int = 0) -> str:

@@ -320,6 +320,8 @@ def test_balanced_attention_that_the_search_chooses_equals_one_device(tmp_path: 
         "1",
         "--parallel",
         "cp=2",
+        "--allow",
+        "gather",
         "--compile",
         "-o",
         file,

@@ -35,6 +35,7 @@ from autoparallel.planner.graph.layout import ROW_AXES
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced
+from autoparallel.planner.summary import HOST_STATES
 from autoparallel.planner.variants.parameter_servers import check_not_served
 from autoparallel.planning.capture import capture_rows, captured_seq
 from autoparallel.planning.plan import find_cluster, plan_program
@@ -122,7 +123,7 @@ def join_training(
     if plan.offload != "none":
         raise UsageError(
             "AP192",
-            f"the plan offloads the {plan.offload}, which scripts cannot run",
+            f"the plan offloads {HOST_STATES[plan.offload]}, which scripts cannot run",
             why="a script and its evaluation read parameters on the device",
             fix='parallelize(..., deny="offload"), or train by autoparallel run',
         )

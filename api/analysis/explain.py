@@ -34,10 +34,10 @@ from autoparallel.planner.inter_op.submesh import meshes, restriction
 from autoparallel.planner.plan import Plan, Recompute, StagePlan
 from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.requests.pins import Pin, paths, suggest
-from autoparallel.planner.requests.request import SCHEDULES, Forced, divisors
+from autoparallel.planner.requests.request import LEAST_ZERO, SCHEDULES, Forced, divisors
 from autoparallel.planner.summary import mesh_text, schedule_text, zero_text
 
-WORDS = ("zero", "recompute", "schedule", "microbatches")
+WORDS = ("zero", "offload", "recompute", "schedule", "microbatches")
 
 _STAGE = re.compile(r"stage[ .]?(\d+)")
 _AS_PLANNED = "layouts, cuts and all else as in the plan"
@@ -46,7 +46,7 @@ _CHUNKED = "several stages per rank cut the model otherwise: see inspect's alter
 
 def explain(model: PlanModel, name: str) -> Explanation:
     """Price the alternatives to a choice of the plan: a parameter, op or block (its layout), a
-    stage (its blocks), or "zero", "recompute", "schedule", "microbatches".
+    stage (its blocks), or "zero", "offload", "recompute", "schedule", "microbatches".
 
     Raises UsageError AP357 if nothing in the plan is called ``name``.
     """
@@ -65,6 +65,7 @@ class _Explainer:
         word = name.strip()
         of_word: dict[str, Callable[[], Explanation]] = {
             "zero": self._zero,
+            "offload": self._offload,
             "recompute": self._recompute,
             "schedule": self._schedule,
             "microbatches": self._microbatches,
@@ -104,7 +105,8 @@ class _Explainer:
             prices = self.model.prices(stage)
             free = replace(prices.assumptions, shard_degree=ONE_HOST)
             offered = replace(prices, assumptions=free).shardings
-            found.append({*offered, Sharding(stage.zero, stage.shard_degree)})
+            kept = {own for own in offered if own.zero >= LEAST_ZERO[self.plan.offload]}
+            found.append({*kept, Sharding(stage.zero, stage.shard_degree)})
         return sorted(set.intersection(*found))
 
     def _zero(self) -> Explanation:
@@ -119,6 +121,18 @@ class _Explainer:
             words = "/".join(zero_text(stage.zero, stage.shard_degree) for stage in stages)
             found.insert(0, self.priced(words, self.plan, is_chosen=True))
         return Explanation("ZeRO stage", "all stages", tuple(found), (_AS_PLANNED,))
+
+    def _offload(self) -> Explanation:
+        shared = [stage for stage in self.plan.stages if stage.mesh.joint_axes]
+        least = min((stage.zero for stage in shared), default=LEAST_ZERO["gradients"])
+        found = [
+            self.priced(
+                states, replace(self.plan, offload=states), is_chosen=self.plan.offload == states
+            )
+            for states, zero in LEAST_ZERO.items()
+            if zero <= least
+        ]
+        return Explanation("states in host memory", "all stages", tuple(found), (_AS_PLANNED,))
 
     def _recompute(self) -> Explanation:
         blocks = [block for stage in self.plan.stages for block in stage.blocks]

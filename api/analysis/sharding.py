@@ -176,6 +176,12 @@ def axis_lines(members: Sequence[StagePlan]) -> list[str]:
     most = max(members, key=lambda stage: stage.prediction.host_bytes)
     if most.prediction.host_bytes:
         lines.append(_offload_line(most))
+    copies = max(stage.prediction.seconds.get("state_copies", 0.0) for stage in members)
+    if copies:
+        lines.append(
+            f"copies of states to and from host memory take {seconds_text(copies)} of a "
+            "micro-batch, beside compute where it is long enough"
+        )
     placements = [each for stage in members for each in stage.placements if each.busiest > 1]
     return [*lines, placement_line(placements)] if placements else lines
 

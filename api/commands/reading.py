@@ -59,7 +59,7 @@ def explain(
         str,
         typer.Argument(
             metavar="[NAME]",
-            help="a parameter, op, module or block; 'stage 0'; zero, recompute, schedule, "
+            help="a parameter, op, module or block; 'stage 0'; zero, offload, recompute, schedule, "
             "microbatches",
         ),
     ] = "",

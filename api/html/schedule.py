@@ -35,6 +35,7 @@ STREAM_NAMES = {
     "send backward": "gradients to earlier stages",
     "gradient sync": "sums of gradients",
     "parameter gather": "gathering of parameters",
+    "host copies": "copies to and from the host",
 }
 
 
@@ -206,7 +207,7 @@ class _Ends:
             (("F" if e.action.kind == "F" else "B"), *e.action[1:]): e.end_seconds
             for events in timeline.events
             for e in events
-            if e.action.kind in ("F", "B", "I")
+            if e.action.kind in ("F", "B", "I") and e.stream == "compute"
         }
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 from autoparallel.cost_model.cluster.given_text import shortened, whole_number
+from autoparallel.cost_model.ops.memory import Offload
 from autoparallel.cost_model.simulator.consistency import CONSISTENCIES
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.plan import Offload
 from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.requests.goal import ANY_DEVICE, Deadline
 from autoparallel.planner.requests.request import ALL_REDUCES, Forced

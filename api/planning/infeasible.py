@@ -18,6 +18,7 @@ from autoparallel.options.words import bytes_text
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.planner.requests.request import Forced, Request, divisors
+from autoparallel.planner.summary import HOST_STATES
 from autoparallel.planning.plan_command import IMPLIED, plan_command
 from autoparallel.planning.repeated_search import RepeatedSearch, Search
 
@@ -145,7 +146,7 @@ def _line(words: str, plan: Plan, cluster: Cluster, request: Request) -> str:
     plan's peak memory, and the command that plans so."""
     figures = f"{bytes_text(plan.prediction.peak_memory_bytes)} on the fullest device"
     if plan.offload != "none" and request.forced.offload is None:
-        figures += ", optimizer states in host memory"
+        figures += f", {HOST_STATES[plan.offload]} in host memory"
     command = plan_command(cluster, request)
     return f"{words} ({figures})" + (f": {command}" if command else "")
 

@@ -26,6 +26,7 @@ from autoparallel.planner.graph.graph import Graph, map_refs
 from autoparallel.planner.graph.layout import Layout
 from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.planner.requests.features import OFFERED_MODES, PLAIN_MODES
+from autoparallel.planner.summary import HOST_STATES
 from autoparallel.planner.variants.asynchronous import is_asynchronous
 from autoparallel.planner.variants.replicas import placed_stages
 from autoparallel.runtime.data.variants import Variant, stage_programs, variant_of
@@ -118,7 +119,7 @@ def check_writable(plan: Plan) -> None:
             "",
         ),
         (bool(plan.slices), "slices of the sequences", ""),
-        (plan.offload != "none", "optimizer states in host memory", ""),
+        (plan.offload != "none", f"{HOST_STATES.get(plan.offload)} in host memory", ""),
         (
             not modes <= {*PLAIN_MODES},
             "blocks that keep attention's results or offload activations",

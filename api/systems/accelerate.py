@@ -105,9 +105,9 @@ def backend_of(own: Configuration) -> Backend:
         return "none"
     if own.dp * own.cp == 1:
         return "tp"
-    if own.tp * own.cp == 1 and own.zero < 3 and (own.zero or own.offload == "optimizer"):
+    if own.tp * own.cp == 1 and own.zero < 3 and (own.zero or own.offload != "none"):
         return "deepspeed"
-    if own.tp * own.cp == 1 and own.offload == "optimizer":
+    if own.tp * own.cp == 1 and own.offload in ("optimizer", "gradients"):
         return "deepspeed"
     return "ddp" if own.tp * own.cp == 1 and own.zero == 0 else "fsdp"
 
@@ -152,11 +152,10 @@ def backend_lost(own: Configuration) -> list[Deviation]:
                 "summed over groups after every micro-batch",
             )
         )
-    if own.offload == "optimizer":
+    if own.offload in ("optimizer", "gradients"):
+        name = "offload" if own.offload == "optimizer" else "offload-gradients"
         lost.append(
-            Deviation(
-                FEATURES["offload"], "FSDP's offload, which moves parameters and gradients too"
-            )
+            Deviation(FEATURES[name], "FSDP's offload, which moves parameters and gradients too")
         )
     return lost
 
@@ -208,7 +207,7 @@ def launch_config(job: WriterInput) -> dict[str, Any]:
         found["deepspeed_config"] = {
             "zero_stage": own.zero,
             "gradient_accumulation_steps": own.num_microbatches,
-            "offload_optimizer_device": "cpu" if own.offload == "optimizer" else "none",
+            "offload_optimizer_device": "none" if own.offload == "none" else "cpu",
             "offload_param_device": "none",
         }
     if backend == "fsdp":
@@ -225,7 +224,7 @@ def fsdp(own: Configuration) -> dict[str, Any]:
     return {
         "version": 2,
         "reshard_after_forward": own.zero == 3,
-        "offload_params": own.offload == "optimizer",
+        "offload_params": own.offload != "none",
         "activation_checkpointing": own.recompute != "none",
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "state_dict_type": "SHARDED_STATE_DICT",

@@ -84,6 +84,10 @@ CHECKPOINTING = (
 )
 
 
+IN_HOST_MEMORY = {"device": "cpu", "pin_memory": True}
+"""DeepSpeed's settings of states in host memory."""
+
+
 def to_supported(own: Configuration) -> Configuration:
     """Return the configuration with options that DeepSpeed can run, keeping its degrees."""
     return replace(
@@ -91,7 +95,7 @@ def to_supported(own: Configuration) -> Configuration:
         ep=gcd(own.ep, own.dp),  # its groups of experts are of data-parallel ranks alone
         etp=None,
         shard=None,  # MiCS, its sharding within groups, is for ZeRO 3 and models made for it
-        zero=max(own.zero, 1) if own.offload == "optimizer" else own.zero,
+        zero=own.zero if own.offload == "none" else max(own.zero, 1),
         recompute="none" if own.recompute == "none" else "full",
         recompute_share=1.0,
         recomputes_ends=False,
@@ -111,8 +115,10 @@ def config(own: Configuration, global_batch: int) -> dict[str, Any]:
     }
     if own.optimizer.startswith("sgd") and own.zero:
         found["zero_allow_untested_optimizer"] = True  # DeepSpeed refuses SGD otherwise
-    if own.offload == "optimizer":
-        found["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if own.offload != "none":  # gradients too
+        found["zero_optimization"]["offload_optimizer"] = dict(IN_HOST_MEMORY)
+    if own.offload == "parameters" and own.zero == 3:
+        found["zero_optimization"]["offload_param"] = dict(IN_HOST_MEMORY)
     if own.precision == "bf16":
         found["bf16"] = {"enabled": True}
     if own.precision == "fp16":

@@ -49,6 +49,8 @@ FEATURES = {
     "mixed-recompute": "recomputation of some layers",
     "tiles": "the last ops of recomputed layers in tiles",
     "offload": "masters and optimizer states in host memory",
+    "offload-gradients": "optimizer states and gradients in host memory",
+    "offload-parameters": "optimizer states, gradients and parameters in host memory",
     "weight-layouts": "layouts of single weights",
     "uneven-shares": "unequal shares of the batch",
     "gradient-sums": "algorithms for sums of gradients",
@@ -182,8 +184,9 @@ def _states(plan: Plan) -> Iterator[Feature]:
         yield Feature("hsdp", f"ZeRO within groups of {' or '.join(map(str, within))} ranks")
     if len(set(zeros)) > 1:
         yield Feature("mixed-zero", f"ZeRO stages {', '.join(map(str, zeros))} of its stages")
-    if plan.offload == "optimizer":
-        yield Feature("offload", FEATURES["offload"])
+    if plan.offload != "none":
+        name = "offload" if plan.offload == "optimizer" else f"offload-{plan.offload}"
+        yield Feature(name, FEATURES[name])
 
 
 def _recomputation(plan: Plan) -> Iterator[Feature]:

@@ -43,6 +43,8 @@ MODELS = (*DENSE, *SPARSE, "olmoe", "granitemoe")
 Arguments = list[tuple[str, ...]]
 """Command-line arguments, each a name with its value if it takes one."""
 
+OPTIMIZER_ALONE = "only masters and optimizer states in host memory"
+
 LIMITS = {
     **PIPELINES,
     "gpipe": "1F1B",
@@ -58,6 +60,8 @@ LIMITS = {
     "recomputation",
     "device-order": "ranks in the order tensor, context, expert, data, pipeline",
     "adam": "Adam with decoupled weight decay (AdamW), the same without weight decay",
+    "offload-gradients": OPTIMIZER_ALONE,
+    "offload-parameters": OPTIMIZER_ALONE,
     "compile": "its own fused kernels",
 }
 
@@ -232,7 +236,7 @@ def _states(own: Configuration) -> Iterator[tuple[str, ...]]:
         yield "--data-parallel-sharding-strategy", kind
         yield "--ckpt-format", "fsdp_dtensor"
         yield ("--no-gradient-accumulation-fusion",)
-    if own.offload == "optimizer":
+    if own.offload != "none":
         yield ("--optimizer-cpu-offload",)
         yield "--optimizer-offload-fraction", "1.0"
         yield ("--use-precision-aware-optimizer",)

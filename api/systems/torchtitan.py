@@ -74,6 +74,7 @@ LIMITS = {
     "than the plan's and priced as if nothing were recomputed; where that does not fit, "
     "full recomputation",
     "offload": "enable_cpu_offload, which offloads parameters and gradients too",
+    "offload-gradients": "enable_cpu_offload, which offloads parameters too",
     "compute-gradients": "gradients reduced in float32",
     "device-order": "ranks in the order pipeline, data, context, tensor",
     "fp16": "bf16",
@@ -186,7 +187,7 @@ def _trainer(job: WriterInput, layers: tuple[int, ...]) -> str:
         num_tokens_per_train_step=Code(f"{model.global_batch} * {seq}"),
         mixed_precision_param="bfloat16" if own.precision in ("bf16", "fp8") else "float32",
         mixed_precision_reduce="float32",
-        enable_cpu_offload=own.offload == "optimizer",
+        enable_cpu_offload=own.offload != "none",
         disable_cuda_graphs=True,
     )
     optimizer = call("default_adamw")

@@ -49,14 +49,28 @@ GradientDtype = Literal["master", "compute"]
 """Format in which gradients are summed and held: the master parameters', or the compute dtype."""
 
 
+Offload = Literal["none", "optimizer", "gradients", "parameters"]
+"""States in host memory, each with those before it: master weights and optimizer states; gradients;
+the copy of the weights that ZeRO 3 shards. Source: Rajbhandari et al. 2021, "ZeRO-Infinity"."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateOptions:
     """Options for training states in memory. ``gradient_dtype``: format in which gradients are
-    summed and held ("master" or "compute"). ``offload``: master weights and optimizer states are in
-    host memory."""
+    summed and held ("master" or "compute"). ``offload``: states in host memory."""
 
     gradient_dtype: GradientDtype = "master"
-    offload: bool = False
+    offload: Offload = "none"
+
+    @property
+    def moves_gradients(self) -> bool:
+        """True if gradients are in host memory."""
+        return self.offload in ("gradients", "parameters")
+
+    @property
+    def moves_parameters(self) -> bool:
+        """True if the parameters that ZeRO 3 shards are in host memory."""
+        return self.offload == "parameters"
 
 
 DEFAULT = StateOptions()
@@ -73,7 +87,8 @@ class PrecisionPolicy:
     reduced gradient; ``optimizer_bytes``: the optimizer's states; ``gathered_bytes``: the copy in
     ``compute_dtype`` that forward and backward use; ``host_bytes``: master weights and optimizer
     states that are offloaded to the host's memory. With offload ``parameter_bytes`` counts the
-    device's copy of the weights, and ``optimizer_bytes`` is 0."""
+    device's copy of the weights, and ``optimizer_bytes`` is 0. ``moves_gradients``,
+    ``moves_parameters``: summed gradients, and shards of ZeRO 3, are in the host's memory too."""
 
     name: str
     compute_dtype: str
@@ -82,11 +97,29 @@ class PrecisionPolicy:
     optimizer_bytes: int
     gathered_bytes: int
     host_bytes: int = 0
+    moves_gradients: bool = False
+    moves_parameters: bool = False
 
     @property
     def is_mixed(self) -> bool:
         """True if forward and backward use weights in another format than the master weights."""
         return self.gathered_bytes != self.parameter_bytes
+
+    def in_host(self, zero: int, shards: int) -> int:
+        """Return the bytes per parameter in the host's memory, under ZeRO stage ``zero`` over
+        ``shards`` ranks."""
+        gradient = self.gradient_bytes * self.moves_gradients
+        return self.host_bytes + gradient + self.moved_shard(zero, shards)
+
+    def moved_shard(self, zero: int, shards: int) -> int:
+        """Return the bytes per parameter of a shard that ZeRO gathers from the host's memory, 0 if
+        it is on the device."""
+        return self.gathered_bytes * (self.moves_parameters and zero == 3 and shards > 1)
+
+    @property
+    def on_device(self) -> PrecisionPolicy:
+        """Policy of parameters whose gradients stay on the device until all ranks' are summed."""
+        return replace(self, moves_gradients=False)
 
     @property
     def frozen(self) -> PrecisionPolicy:
@@ -97,6 +130,8 @@ class PrecisionPolicy:
             gradient_bytes=0,
             optimizer_bytes=0,
             host_bytes=0,
+            moves_gradients=False,
+            moves_parameters=False,
         )
 
 
@@ -125,8 +160,9 @@ def policy(
 
     >>> policy("bf16", "adamw")  # doctest: +NORMALIZE_WHITESPACE
     PrecisionPolicy(name='bf16', compute_dtype='bfloat16', parameter_bytes=4,
-                    gradient_bytes=4, optimizer_bytes=8, gathered_bytes=2, host_bytes=0)
-    >>> offloaded = policy("bf16", "adamw", StateOptions("compute", offload=True))
+                    gradient_bytes=4, optimizer_bytes=8, gathered_bytes=2, host_bytes=0,
+                    moves_gradients=False, moves_parameters=False)
+    >>> offloaded = policy("bf16", "adamw", StateOptions("compute", "optimizer"))
     >>> offloaded.parameter_bytes + offloaded.gradient_bytes, offloaded.host_bytes
     (4, 12)
     """
@@ -147,9 +183,10 @@ def policy(
     compute_dtype, master, gathered = dtypes[precision]
     states = OPTIMIZER_STATES[optimizer] * master
     gradient = gathered if options.gradient_dtype == "compute" else master
-    if options.offload:
-        host = master + states
-        return PrecisionPolicy(precision, compute_dtype, gathered, gradient, 0, gathered, host)
+    if options.offload != "none":
+        moves = options.moves_gradients, options.moves_parameters
+        sizes = gathered, gradient, 0, gathered, master + states
+        return PrecisionPolicy(precision, compute_dtype, *sizes, *moves)
     return PrecisionPolicy(precision, compute_dtype, master, gradient, states, gathered)
 
 
@@ -158,7 +195,8 @@ def policy_on(kind: str, rules: PrecisionPolicy) -> PrecisionPolicy:
     offloaded bytes count as the device's, because its memory is the host's."""
     if kind != "cpu" or not rules.host_bytes:
         return rules
-    return replace(rules, optimizer_bytes=rules.host_bytes)
+    own = rules.host_bytes
+    return replace(rules, optimizer_bytes=own, moves_gradients=False, moves_parameters=False)
 
 
 def state_bytes(
@@ -190,9 +228,10 @@ def state_bytes(
     has_copy = zero < 3 and (policy.is_mixed or held_by_fsdp)
     copy = numel_local * policy.gathered_bytes if has_copy else 0
     gradients = part if zero >= 2 else numel_local
+    own = 0 if policy.moved_shard(zero, shards) else policy.parameter_bytes
     return StateBytes(
-        parameters=part * policy.parameter_bytes + copy,
-        gradients=gradients * policy.gradient_bytes,
+        parameters=part * own + copy,
+        gradients=gradients * policy.gradient_bytes * (not policy.moves_gradients),
         optimizer=part * policy.optimizer_bytes,
     )
 
@@ -204,15 +243,18 @@ def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) 
 
     With ZeRO 3 the buffers hold the gathered parameters of the running and the next block; with
     ZeRO 2 and 3 the whole gradient of the running block, and with all stages the buffer in which
-    the previous block's gradient is reduced. Source: FSDP2's parameter groups, and the buckets of
+    the previous block's gradient is reduced. Gradients and shards on their way to and from host
+    memory are one rank's part of either block. Source: FSDP2's parameter groups, and the buckets of
     ``runtime.update.gradients``.
 
     >>> exchange_bytes(1000, policy("fp32"), 3, 4), exchange_bytes(1000, policy("fp32"), 0, 4)
     (8000.0, 2000.0)
     """
+    moved = policy.gradient_bytes * policy.moves_gradients + policy.moved_shard(zero, shards)
+    moving = numel * moved / (shards if zero else 1)
     if shards < 2:
-        return 0.0
-    buffer = numel * policy.gradient_bytes / 2
+        return moving
+    buffer = numel * policy.gradient_bytes / 2 + moving
     gradient = numel * policy.gathered_bytes / 2 if zero >= 2 else 0.0
     gathered = numel * policy.gathered_bytes if zero == 3 else 0
     return buffer + gradient + gathered

@@ -344,8 +344,13 @@ class Simulation:
 
     def _record_states(self, rank: SimulatedRank, action: Action, start: float, end: float) -> None:
         """Add to the timeline the all-gathers of parameters, or the sums of gradients, that run
-        during a forward, or backward, from ``start`` to ``end``."""
+        during a forward, or backward, from ``start`` to ``end``, and copies to and from the
+        host."""
         kind, stage, m, part = action
+        copies = self.costs.backward_copies_seconds
+        copies = self.costs.forward_copies_seconds if kind == FORWARD else copies
+        if kind != WEIGHT_BACKWARD and copies and copies[stage]:
+            rank.events.append(Event(action, start, min(start + copies[stage], end), "host copies"))
         forward, backward = self.costs.forward_states_seconds, self.costs.backward_states_seconds
         if kind == FORWARD and forward and forward[stage]:
             end = min(start + forward[stage], end)

@@ -57,7 +57,8 @@ class StageCosts:
     Per micro-batch: ``forward_seconds`` and ``backward_seconds`` include the collectives inside,
     whose seconds ``forward_communication_seconds`` and ``backward_communication_seconds`` give.
     ``forward_states_seconds`` and ``backward_states_seconds``: collectives of parameters and
-    gradients that run beside this compute (for the timeline alone). ``weight_backward_seconds``:
+    gradients that run beside this compute (for the timeline alone); ``forward_copies_seconds`` and
+    ``backward_copies_seconds``: likewise copies to and from the host. ``weight_backward_seconds``:
     part of the backward that a schedule may delay, by default half. ``activation_bytes``: bytes
     kept from forward to backward, on the worst rank.
 
@@ -100,6 +101,8 @@ class StageCosts:
     slowed_share: Sequence[float] = ()
     forward_states_seconds: Sequence[float] = ()
     backward_states_seconds: Sequence[float] = ()
+    forward_copies_seconds: Sequence[float] = ()
+    backward_copies_seconds: Sequence[float] = ()
     buckets: Sequence[Buckets] = ()
 
     def __post_init__(self) -> None:

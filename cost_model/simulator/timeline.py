@@ -11,7 +11,9 @@ from typing import Literal, NamedTuple, get_args
 
 from .actions import Action
 
-Stream = Literal["compute", "send forward", "send backward", "gradient sync", "parameter gather"]
+Stream = Literal[
+    "compute", "send forward", "send backward", "gradient sync", "parameter gather", "host copies"
+]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 
 NO_STAGE = -1

@@ -127,7 +127,7 @@ Takers = dict[Action, tuple[int, Event]]
 def _takers(timeline: Timeline) -> Takers:
     takers: Takers = {}
     for rank, events in enumerate(timeline.events):
-        for event in events:
+        for event in (each for each in events if each.stream == "compute"):
             kind, stage, m, part = event.action
             if kind == FORWARD:
                 takers[Action("RECV_F", stage, m, part)] = (rank, event)

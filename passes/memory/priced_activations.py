@@ -66,11 +66,15 @@ class PricedStage:
     @cached_property
     def _resting(self) -> Mapping[str, float]:
         """Bytes on one rank, by category, that are held during the whole micro-batch: gathered
-        parameters, buffers, and offloaded values of another block that are on their way."""
+        parameters, buffers, and on their way to or from host memory offloaded values of another
+        block, and states of the running block and another."""
+        values = max((block.host_bytes for block in self._blocks), default=0.0)
+        shared = sum(states.gathered for _, states in self.walk.of_shared())
+        gathered = max(shared, *(block.states.gathered for block in self._blocks))
         return {
             GATHERED: self.gathered_bytes,
             BUFFERS: self.walk.leaf_bytes("constant", "buffer"),
-            WORKING: max((block.host_bytes for block in self._blocks), default=0.0),
+            WORKING: values + GATHERED_BLOCKS * self._numel(gathered) * self._moved,
         }
 
     @cached_property
@@ -159,10 +163,22 @@ class PricedStage:
         """Return the unsharded bytes of a block's parameters that ZeRO shards, in the compute dtype
         and in the dtype in which gradients are summed. They follow from the block's buffer bytes,
         by the inverse of ``cost_model.ops.memory.exchange_bytes``."""
-        rules, shards = self.walk.prices.policy, self._shards
-        each = exchange_bytes(2, rules, self.walk.stage.zero, shards) / 2
-        numel = block.states.gathered / each if each else 0.0
+        rules = self.walk.prices.policy
+        numel = self._numel(block.states.gathered) if self._shards > 1 else 0.0
         return numel * rules.gathered_bytes, numel * rules.gradient_bytes
+
+    def _numel(self, gathered_bytes: float) -> float:
+        """Return the elements of parameters that ZeRO shards or that are offloaded, from the bytes
+        of their buffers."""
+        each = exchange_bytes(2, self.walk.prices.policy, self.walk.stage.zero, self._shards) / 2
+        return gathered_bytes / each if each else 0.0
+
+    @property
+    def _moved(self) -> float:
+        """Bytes per parameter of a block's states on their way to or from host memory."""
+        rules, zero = self.walk.prices.policy, self.walk.stage.zero
+        moved = rules.gradient_bytes * rules.moves_gradients
+        return (moved + rules.moved_shard(zero, self._shards)) / (self._shards if zero else 1)
 
 
 def _kept(block: BlockCost) -> float:

@@ -36,6 +36,7 @@ from ...planner.kernels.recompute import has_tiles, is_offloaded
 from ...planner.plan import Plan, StagePlan
 from ...planner.schedules.held import MessageBytes, most_held, sends_kept
 from ...planner.stage.stage_cost import TRANSIENT, combine_bytes
+from ...planner.summary import HOST_STATES
 from ...planner.variants.asynchronous import version_bytes
 from ...planner.variants.replicas import stages_of_ranks
 from ...planner.variants.slice_costs import carried_bytes
@@ -112,9 +113,8 @@ def stage_memory(
 
 
 def host_bytes(plan: Plan, graph: Graph, blocks: Blocks) -> dict[int, float]:
-    """Return for each host (by index) the bytes of its memory that offloaded master weights,
-    optimizer states and activations of its ranks take. Empty if nothing is offloaded, or if devices
-    are CPUs."""
+    """Return for each host (by index) the bytes of its memory that offloaded states and activations
+    of its ranks take. Empty if nothing is offloaded, or if devices are CPUs."""
     graph, found = at_microbatch(graph, plan), dict[int, float]()
     walks = cache(lambda: walked_stages(graph, blocks, plan))
     held = cache(lambda: held_micro_batches(graph, blocks, plan))
@@ -148,7 +148,7 @@ def check_host_memory(plan: Plan, graph: Graph, blocks: Blocks) -> None:
 
 def _offloaded_text(plan: Plan) -> str:
     modes = {block.recompute for stage in plan.stages for block in stage.blocks}
-    parts = ["masters and optimizer states"] if plan.offload != "none" else []
+    parts = [HOST_STATES[plan.offload]] if plan.offload != "none" else []
     return " and ".join(parts + ["offloaded activations"] * any(map(is_offloaded, modes)))
 
 
@@ -296,7 +296,8 @@ class _Stage:
         return self.known[key]
 
     def _activations(self, moment: Moment) -> StageActivations:
-        if self.runs and not self.is_offloading:
+        moves = policy_on(self.kind, self._rules).moves_gradients
+        if self.runs and not self.is_offloading and not moves:
             try:
                 found = run_microbatch(
                     self.graph, self.blocks, self.plan, self.index, moment, splits=self.splits
@@ -367,10 +368,10 @@ class _Stage:
 
     @cached_property
     def host_bytes(self) -> float:
-        """Bytes in the host's memory of one rank's offloaded master weights and optimizer
-        states."""
-        numels = (self._held(name)[0] for name in self._parameters if self._is_trained(name))
-        return float(sum(numels) * self._rules.host_bytes)
+        """Bytes in the host's memory of one rank's offloaded states."""
+        held = (self._held(name) for name in self._parameters if self._is_trained(name))
+        rules, zero = self._rules, self.stage.zero
+        return float(sum(numel * rules.in_host(zero, shards) for numel, shards in held))
 
     def _is_trained(self, name: str) -> bool:
         return self.graph[name].spec.requires_grad
@@ -420,10 +421,11 @@ class _Stage:
         numel, shards = self._held(name)
         rules = rules if self._is_trained(name) else rules.frozen
         copied = rules.is_mixed
-        found["master" if copied else "parameters"] += numel * rules.parameter_bytes
+        if not rules.moved_shard(self.stage.zero, shards):
+            found["master" if copied else "parameters"] += numel * rules.parameter_bytes
         if copied and shards == 1:
             found["parameters"] += numel * rules.gathered_bytes
         if shards > 1 and self.stage.zero < 3:
             found[GATHERED] += numel * shards * rules.gathered_bytes
-        found[GRADIENTS] += numel * rules.gradient_bytes
+        found[GRADIENTS] += numel * rules.gradient_bytes * (not rules.moves_gradients)
         found["optimizer"] += numel * rules.optimizer_bytes

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from ...cost_model.ops.memory import GradientDtype, StateOptions
+from ...cost_model.ops.memory import GradientDtype, Offload, StateOptions
 from ..errors import UsageError
 from ..graph.graph import Blocks
 from ..graph.layout import Mesh
 from ..inter_op.submesh import mesh_of
-from ..plan import Offload, Precision, Recompute
+from ..plan import Precision, Recompute
 from ..requests.pins import plain_kind
 from ..requests.request import Forced, folded_axes
 
@@ -100,8 +100,8 @@ class Configuration:
 
     @property
     def states(self) -> StateOptions:
-        """Format of summed gradients, and whether optimizer states are in host memory."""
-        return StateOptions(self.gradient_dtype, self.offload == "optimizer")
+        """Format of summed gradients, and the states that are in host memory."""
+        return StateOptions(self.gradient_dtype, self.offload)
 
     @property
     def rank_rows(self) -> int:

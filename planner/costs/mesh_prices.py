@@ -45,7 +45,7 @@ from ..graph.state_sharding import StateSharding, joint_groups, state_sharding
 from ..ops import Rules
 from ..plan import Precision
 from .basis import RUNTIME, CostAssumptions, CostQueries
-from .host_memory import host_update_seconds, step_bytes
+from .host_memory import host_update_seconds, state_copies, step_bytes
 from .price_cache import ConversionCache, PriceCache, find
 from .seconds import Priced, Seconds, StateBytes
 
@@ -281,27 +281,40 @@ class MeshPrices:
             )
             seconds = seconds.plus(self._copies(zero, numel, numel))
             seconds = seconds.plus(self._sum_of_groups(gradient_bytes // shards, sharding))
-        sharded = shards if zero else 1
+        sharded, rules = shards if zero else 1, self.policy
         for axis, placement in enumerate(held):
             if not placement.is_shard and axis not in joint and self.mesh.shape[axis] > 1:
                 summed = self.collective("all_reduce", gradient_bytes // sharded, axis)
                 share = self._slowed_share("all_reduce") if shards == 1 else 1.0
                 seconds = seconds.plus(Seconds(gradient_sync=summed, sync_slowed=share * summed))
-        states = state_bytes(numel, self.policy, zero if shards > 1 else 0, shards)
-        seconds = seconds._replace(optimizer=self._update(numel / sharded))
-        gathered = exchange_bytes(numel, self.policy, zero, shards)
+                rules = self.policy.on_device
+        seconds = seconds.plus(self._moved(rules, numel / sharded, zero, shards))
+        states = state_bytes(numel, rules, zero if shards > 1 else 0, shards)
+        gathered = exchange_bytes(numel, rules, zero, shards)
         return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
+
+    def _moved(self, rules: PrecisionPolicy, numel: float, zero: int, shards: int) -> Seconds:
+        """Return the seconds of the optimizer's step on ``numel`` elements of a rank, and of copies
+        of them to and from host memory, by ``rules``."""
+        update = Seconds(optimizer=self._update(numel, rules, zero, shards))
+        if not (rules.moves_gradients or rules.moves_parameters) or not self.has_spec:
+            return update
+        return update.plus(state_copies(numel, rules, self.device, zero, shards))
 
     def _sum_of_groups(self, num_bytes: float, sharding: StateSharding) -> Seconds:
         """Return the seconds per step of summing shards of gradients over the groups of ranks that
-        each shard states, beside the last backward: without latency, or that alone for one byte."""
+        each shard states, beside the last backward: without latency, or that alone for one byte.
+        Gradients that go to host memory are summed in every micro-batch."""
         if sharding.num_replicas == 1:
             return Seconds()
         prices, axes = self._on(sharding.mesh), sharding.replicated
         summed = prices.collective("all_reduce", 1, *axes)
         if num_bytes > 1:
             summed = max(0.0, prices.collective("all_reduce", num_bytes, *axes) - summed)
-        return Seconds(gradient_sync=summed, sync_slowed=self._share_of_sums(sharding) * summed)
+        slowed = self._share_of_sums(sharding) * summed
+        if self.policy.moves_gradients:
+            return Seconds(backward_states=summed, backward_slowed=slowed)
+        return Seconds(gradient_sync=summed, sync_slowed=slowed)
 
     def _share_of_sums(self, sharding: StateSharding, kind: CollectiveKind = "all_reduce") -> float:
         """Return the fraction of compute lost while gradients are summed. On a CPU the host waits
@@ -383,14 +396,15 @@ class MeshPrices:
         crosses = self._state_group.num_hosts > 1
         return any(degree or (group.num_hosts > 1) == crosses for group in others)
 
-    def _update(self, numel: float) -> float:
+    def _update(self, numel: float, rules: PrecisionPolicy, zero: int, shards: int) -> float:
         """Return the seconds of the optimizer's step on ``numel`` elements of a parameter."""
+        if rules.host_bytes and self.device.kind != "cpu":
+            seconds = host_update_seconds(numel, rules, self.device, zero, shards)
+            return self._counted(Priced(seconds, 0.0, "spec")).forward
         key = (numel, self.optimizer, self.policy, self.speed, self.profile)
         return self._counted(find(self.cache.updates, key, lambda: self._step(numel))).forward
 
     def _step(self, numel: float) -> Priced:
-        if self.policy.host_bytes and self.device.kind != "cpu":
-            return Priced(host_update_seconds(numel, self.policy, self.device), 0.0, "spec")
         curve = update_curve(self.profile, self.optimizer) if self.profile else None
         if curve is not None:
             seconds, source = curve.at(numel * self.policy.parameter_bytes)

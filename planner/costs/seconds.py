@@ -35,6 +35,8 @@ class Resource(IntEnum):
     OPTIMIZER = 12
     FORWARD_ISSUE = 13
     BACKWARD_ISSUE = 14
+    FORWARD_COPIES = 15
+    BACKWARD_COPIES = 16
 
 
 MICROBATCH = slice(Resource.FORWARD_COMPUTE, Resource.PARAMETER_GATHER)
@@ -70,7 +72,8 @@ class Seconds(NamedTuple):
     overlap compute; ``*_slowed`` is the time that compute loses if it covers the whole collectives.
     ``forward_issue``/``backward_issue``: time of the host to launch the kernels, beside compute;
     for a stage, until each block is both launched and computed. They bound a block, not an op, and
-    solvers do not add them.
+    solvers do not add them. ``forward_copies``/``backward_copies``: the part of ``*_states`` in
+    which states are copied to or from host memory.
     """
 
     forward_compute: float = 0.0
@@ -88,6 +91,8 @@ class Seconds(NamedTuple):
     optimizer: float = 0.0
     forward_issue: float = 0.0
     backward_issue: float = 0.0
+    forward_copies: float = 0.0
+    backward_copies: float = 0.0
 
     def plus(self, other: Seconds) -> Seconds:
         return Seconds(*map(add, self, other))
@@ -195,11 +200,13 @@ class Groups(NamedTuple):
     """Seconds of a stage's blocks in order, with consecutive equal blocks stored once.
 
     Entry i stands for ``counts[i]`` consecutive blocks, each of ``seconds[..., i, RESOURCE]``. If
-    it stands for several, the entries before and after it have the same seconds.
+    it stands for several, the entries before and after it have the same seconds. ``activations``:
+    seconds in which copies of a block's offloaded activations take the host's link, in either pass.
     """
 
     seconds: Floats
     counts: NDArray[np.int64]
+    activations: Floats | float = 0.0
 
 
 def group_blocks(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
@@ -282,7 +289,8 @@ def seconds_of_passes(
     overlap compute and, unless they share links (``shares_links``), other collectives. In the
     forward, ZeRO 3 gathers each block while the previous block computes. In the backward, while a
     block computes, ZeRO 3 gathers the block before it, and ZeRO 2 and 3 scatter the gradients of
-    the block after it. The host's time to launch kernels is not counted.
+    the block after it. Of the copies to and from the host among them, activations leave the link
+    free for the rest of the compute. The host's time to launch kernels is not counted.
     """
 
     def of(resource: Resource) -> Floats:
@@ -307,8 +315,15 @@ def seconds_of_passes(
     both, slowed = (_before(g) + _after(s) for g, s in zip(gathered, scattered, strict=True))
     counts = groups.counts
     ends = gathered[0][..., -1] + scattered[0][..., 0]
-    forward = passes[0] + exposed_one_ahead(*gathered, compute[0], counts)
-    backward = passes[1] + ends + (counts * np.maximum(slowed, both - compute[1])).sum(axis=-1)
+    least = [gathered[1], slowed]
+    copies = of(Resource.FORWARD_COPIES), of(Resource.BACKWARD_COPIES)
+    if copies[1].any():
+        link = [np.maximum(0.0, own - groups.activations) for own in compute]
+        least[0] = np.maximum(least[0], copies[0] - _before(link[0]))
+        moved = _before(copies[0]) + _after(copies[1] - copies[0])
+        least[1] = np.maximum(slowed, moved - link[1])
+    forward = passes[0] + exposed_one_ahead(gathered[0], least[0], compute[0], counts)
+    backward = passes[1] + ends + (counts * np.maximum(least[1], both - compute[1])).sum(axis=-1)
     gather = of(Resource.PARAMETER_GATHER), of(Resource.GATHER_SLOWED)
     sync = of(Resource.GRADIENT_SYNC), of(Resource.SYNC_SLOWED)
     end = exposed_from_start(*sync, compute[1], counts) + seconds[..., Resource.OPTIMIZER]

@@ -165,7 +165,8 @@ class StageWalk:
         seconds = np.array([each.seconds for each in self.found])
         for own, _ in self.of_shared():
             seconds[0] += own
-        return Groups(seconds, np.ones(len(seconds), dtype=np.int64))
+        moved = np.array([each.host_bytes for each in self.found]) / host_link(self.prices.device)
+        return Groups(seconds, np.ones(len(seconds), dtype=np.int64), moved)
 
     def of_shared(self) -> list[tuple[Seconds, StateBytes]]:
         """Return, for each parameter that several blocks use, the seconds per step of its states

@@ -40,6 +40,8 @@ _UNSIMULATED = frozenset(
         "backward_communication_seconds",
         "forward_states_seconds",
         "backward_states_seconds",
+        "forward_copies_seconds",
+        "backward_copies_seconds",
     }
 )
 _SIMULATED = tuple(e.name for e in fields(StageCosts) if e.name not in _UNSIMULATED)
@@ -214,6 +216,8 @@ def stage_costs(
         gradient_sync_seconds=[each.gradient_sync for each in own],
         forward_states_seconds=[each.forward_states for each in own],
         backward_states_seconds=[each.backward_states for each in own],
+        forward_copies_seconds=[e.seconds.forward_copies + e.host_copies for e in costs],
+        backward_copies_seconds=[e.seconds.backward_copies + e.host_copies for e in costs],
         slowed_share=[cost.slowed_share for cost in costs],
         buckets=[cost.buckets for cost in costs],
         step_seconds=[each.optimizer for each in own],
@@ -241,6 +245,8 @@ def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
     beside = {"hidden_exchanges": cost.hidden_exchanges} if cost.hidden_exchanges else {}
     if cost.offloaded_bytes:
         beside |= {"host_copies": cost.host_copies, "exposed_copies": cost.exposed_copies}
+    if own.backward_copies:
+        beside |= {"state_copies": own.forward_copies + own.backward_copies}
     return StagePrediction(
         seconds={
             "forward": cost.forward_seconds,

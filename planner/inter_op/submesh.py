@@ -130,8 +130,7 @@ class Proposals:
                 degrees |= dict.fromkeys(self._experts_split(parts, tp, rows, host_size))
         for dp, tp, cp, ep in degrees:
             mesh = mesh_of(dp, tp, cp, ep)
-            shards = forced.shard is None or joint_groups(mesh, forced.shard) is not None
-            if shards and forced.dp in (None, dp * ep) and forced.tp in (None, tp):
+            if _shards(mesh, forced) and forced.dp in (None, dp * ep) and forced.tp in (None, tp):
                 yield mesh
 
     def _positions_split(
@@ -216,9 +215,16 @@ def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]
         if host_size > 1 and host_size % tp and forced.tp is None and forced.dp is None:
             continue
         mesh = mesh_of(dp // data_ep, tp, cp, data_ep)
-        if forced.shard is None or joint_groups(mesh, forced.shard) is not None:
+        if _shards(mesh, forced):
             found.append(mesh)
     return tuple(found)
+
+
+def _shards(mesh: Mesh, forced: Forced) -> bool:
+    """Return whether ZeRO can shard states on a mesh in the forced groups of ranks, and at all if
+    parameters are to be in host memory."""
+    in_groups = forced.shard is None or joint_groups(mesh, forced.shard) is not None
+    return in_groups and (forced.offload != "parameters" or mesh.num_ranks(mesh.joint_axes) > 1)
 
 
 def mesh_of(dp: int, tp: int, cp: int = 1, ep: int = 1) -> Mesh:

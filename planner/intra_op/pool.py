@@ -103,10 +103,18 @@ class Pool:
     """By solution, the bytes of its largest op that full recomputation saves."""
     _per_byte: list[tuple[float, float]] = field(default_factory=list)
 
-    @property
-    def _host_bytes(self) -> int:
-        """Bytes of the host's memory for each of its devices; 0 if they are unknown."""
-        return self.model.prices.device.host_memory_bytes
+    def _host_bytes(self, run: Run) -> float:
+        """Return the bytes of the host's memory that are left to activations of each of its
+        devices, at most: states of a stage ``run`` there are divided among all of the stage's
+        devices. 0 if unknown."""
+        prices, structure = self.model.prices, self.model.structure
+        limit, each = prices.device.host_memory_bytes, prices.policy.in_host(3, prices.shards)
+        if not limit or not prices.policy.host_bytes:
+            return limit
+        blocks = structure.blocks.blocks[run.start : run.stop]
+        specs = [structure.graph[name].spec for block in blocks for name in block.parameters]
+        numel = sum(spec.numel for spec in specs if spec.requires_grad)
+        return max(1.0, limit - numel * each / prices.mesh.size)
 
     @cached_property
     def _problem(self) -> StageProblem:
@@ -241,6 +249,7 @@ class Pool:
         enough, and the bytes over the limit without recomputation.
         """
         lower, over_limit = figures
+        host_bytes = self._host_bytes(run)
         for column in order:
             at, place = divmod(int(column), len(self.zeros))
             if best is not None and lower[at, place] * SAME >= best.objective:
@@ -252,8 +261,8 @@ class Pool:
             over += over_limit[at, place]
             counts, _ = run.class_counts
             over[~costs.policies.allowed(self.recompute, self.modes, counts)] = np.inf
-            if self._host_bytes:
-                over[costs.host_bytes * base.in_flight > self._host_bytes] = np.inf
+            if host_bytes:
+                over[costs.host_bytes * base.in_flight > host_bytes] = np.inf
             added = np.where(over <= 0, costs.seconds, np.inf)
             number = int(added.argmin())
             if not np.isfinite(added[number]):

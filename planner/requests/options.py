@@ -30,7 +30,8 @@ from .request import CHUNKED_NAMES, Forced, Request, divisors, folded_axes
 
 def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) -> None:
     """Raise UsageError AP127 if the forced degrees of parallelism cannot use every device of the
-    cluster exactly once, or ``ep`` does not divide the experts of a layer of ``graph``."""
+    cluster exactly once, or ``ep`` does not divide the experts of a layer of ``graph``; AP191 for
+    parameters in host memory that they cannot shard."""
     check_experts(forced, () if graph is None else experts_of_layers(graph))
     if graph is not None and (forced.etp or 1) > 1:
         _check_slices(forced, graph)
@@ -57,6 +58,16 @@ def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) 
             fix=f"degrees whose product divides {total}: {', '.join(map(str, divisors(total)))}",
         )
     check_shard(forced, total)
+    ranks = total // ((forced.tp or 1) * (forced.pp or 1))
+    ranks = ranks if forced.dp is None else forced.dp * (forced.cp or 1)
+    if forced.offload == "parameters" and ranks == 1:
+        raise UsageError(
+            "AP191",
+            "offload=parameters where no ranks share parameters",
+            why="it is the shards of ZeRO 3 that host memory can hold",
+            where="--parallel",
+            fix="dp=2 or more, or offload=gradients",
+        )
 
 
 def check_shard(forced: Forced, num_devices: int, mesh: Mesh | None = None) -> None:

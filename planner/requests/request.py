@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isqrt
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from ...cost_model.collectives.all_reduce import BY_MESSAGES, LIBRARY
-from ...cost_model.ops.memory import GradientDtype, StateOptions
+from ...cost_model.ops.memory import GradientDtype, Offload, StateOptions
 from ...cost_model.simulator.consistency import Consistency
 from ..errors import UsageError
-from ..plan import Float32Ops, GradientOrder, Offload, Precision, Recompute
+from ..plan import Float32Ops, GradientOrder, Precision, Recompute
 from ..schedules.schedules import find_schedule, registered_schedule
 from .features import DERIVED_SCHEDULES as DERIVED_SCHEDULES
 from .features import Features
@@ -50,6 +50,9 @@ FORCED_SCHEDULES = (
 
 ALL_REDUCES = (LIBRARY, *BY_MESSAGES)
 """Algorithms of gradient all-reduces that a request can force."""
+
+LEAST_ZERO: dict[Offload, int] = {"none": 0, "optimizer": 0, "gradients": 2, "parameters": 3}
+"""Least ZeRO stage over ranks that hold the same parameters, by the states in host memory."""
 
 
 class Placer(Protocol):
@@ -162,14 +165,7 @@ class Forced:
             raise UsageError(
                 "AP190", f"offload={self.offload} is not one of {', '.join(get_args(Offload))}"
             )
-        if self.offload == "optimizer" and self.schedule in ASYNCHRONOUS:
-            raise UsageError(
-                "AP191",
-                f"offload=optimizer with schedule={self.schedule}",
-                why="it updates weights in the middle of a step, on the device",
-                where="--parallel",
-                fix="a synchronous schedule, or no offload",
-            )
+        self._check_offload()
         if self.all_reduces and self.zero:
             raise UsageError(
                 "AP195",
@@ -178,6 +174,27 @@ class Forced:
                 where="--parallel",
                 fix="zero=0, or leave allreduce and gradients out",
             )
+
+    def _check_offload(self) -> None:
+        if self.offload in (None, "none"):
+            return
+        shards = 0 if self.zero is None else self.zero
+        wrong, why, fix = "", "", ""
+        if self.schedule in ASYNCHRONOUS:
+            wrong, fix = f"schedule={self.schedule}", "a synchronous schedule, or no offload"
+            why = "it updates weights in the middle of a step, on the device"
+        elif self.offload == "parameters" and shards != 3 and self.zero is not None:
+            wrong, fix = f"zero={self.zero}", "zero=3, or offload=gradients"
+            why = "it is the shards of ZeRO 3 that host memory can hold"
+        elif self.offload == "gradients" and self.zero in (0, 1) and self.dp != 1:
+            wrong, fix = f"zero={self.zero}", "zero=2 or 3, or offload=optimizer"
+            why = "ranks that share the batch would hold whole gradients until the step's end"
+        elif self.offload != "optimizer" and self.all_reduces:
+            wrong, fix = " and ".join(self.all_reduces), "offload=optimizer, or leave them out"
+            why = "they sum gradients on the device, at the end of a step"
+        if wrong:
+            what = f"offload={self.offload} with {wrong}"
+            raise UsageError("AP191", what, why=why, where="--parallel", fix=fix)
 
     @property
     def decided(self) -> Mapping[str, Any]:
@@ -287,8 +304,8 @@ class Request:
 
     @property
     def states(self) -> StateOptions:
-        """Format of summed gradients, and whether optimizer states are in host memory."""
-        return StateOptions(self.gradient_dtype, self.offload == "optimizer")
+        """Format of summed gradients, and the states that are in host memory."""
+        return StateOptions(self.gradient_dtype, self.offload)
 
     @property
     def schedules(self) -> tuple[str, ...]:
@@ -335,6 +352,7 @@ class Request:
         if self.forced.all_reduces:
             return (0,)
         least = 1 if self.forced.shard is not None else 0
+        least = max(least, LEAST_ZERO[self.offload])
         allowed = tuple(zero for zero in self.features.zeros if zero >= least)
         return allowed if self.forced.zero is None else (self.forced.zero,)
 
@@ -357,6 +375,12 @@ class Request:
         return self.features.recompute if self.recompute is None else (self.recompute,)
 
 
+def offloading(request: Request, states: Offload) -> Request:
+    """Return the request with these states in host memory. Raises UsageError if it excludes
+    them."""
+    return replace(request, offload=states, forced=replace(request.forced, offload=states))
+
+
 def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap: float) -> None:
     """Raise UsageError AP186 if a choice is both forced and denied, AP187 if ``gap`` is not between
     0 and 1, AP120 if ``max_tp`` is below 1."""
@@ -374,7 +398,9 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
     wanted += [f"zero{forced.zero}"] if forced.zero else []
     wanted += ["hsdp"] if forced.shard is not None else []
     wanted += [forced.recompute] if forced.recompute not in (None, "none") else []
-    wanted += ["offload"] if forced.offload == "optimizer" else []
+    wanted += ["offload"] if forced.offload not in (None, "none") else []
+    least = LEAST_ZERO[forced.offload or "none"]
+    wanted += [f"zero{least}"] if least > max(features.zeros) else []
     wanted += [forced.schedule] if forced.schedule is not None else []
     wanted += ["servers", forced.consistency or "bsp"] if forced.servers is not None else []
     for name in wanted:

@@ -408,13 +408,12 @@ class Candidate:
             )
         num_slices = len(self.slices.lengths) if self.slices is not None else 0
         schedule = schedule_text(self.schedule, self.num_chunks, num_slices)
-        is_offloaded = self.answers[0][0].prices.states.offload
         return summary_text(
             list(ranks.values()),
             schedule,
             self.num_microbatches,
             self.rows,
-            "optimizer" if is_offloaded else "none",
+            self.answers[0][0].prices.states.offload,
         )
 
 

@@ -196,7 +196,9 @@ def _states(spec: TensorSpec, policy: PrecisionPolicy) -> tuple[int, int]:
         return spec.stored_bytes, 1
     if not spec.requires_grad:
         return spec.numel, policy.gathered_bytes
-    return spec.numel, policy.parameter_bytes + policy.gradient_bytes + policy.optimizer_bytes
+    gradient = policy.gradient_bytes * (not policy.moves_gradients)
+    parameter = policy.parameter_bytes * (not policy.moves_parameters)
+    return spec.numel, parameter + gradient + policy.optimizer_bytes
 
 
 def range_max(values: Floats, starts: np.ndarray, stops: np.ndarray) -> Floats:

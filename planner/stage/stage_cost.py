@@ -65,7 +65,6 @@ communicators of a stage's mesh in its reserve, and ignores communicators of mes
 @dataclass(frozen=True)
 class StageCost:
     """Seconds and bytes of a stage. ``seconds`` per micro-batch and per step: see ``Seconds``.
-
     ``receive_seconds``: transfers from earlier stages (forward, backward), per micro-batch.
     ``memory_bytes``: per device, by category. ``activation_bytes``: of one micro-batch.
     ``late_seconds``: part of the backward for deferred weight gradients, None if unknown.
@@ -136,7 +135,7 @@ class StageCost:
         seconds = self._groups.seconds.copy()
         for compute, issue in ISSUED:
             seconds[:, compute] = np.maximum(seconds[:, compute], seconds[:, issue])
-        return Groups(seconds, self._groups.counts)
+        return self._groups._replace(seconds=seconds)
 
     @cached_property
     def buckets(self) -> Buckets:
@@ -228,11 +227,9 @@ def combine_bytes(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> d
 
 @dataclass(frozen=True, slots=True)
 class PolicyCosts:
-    """Cost that each recomputation policy adds to a stage.
-
-    By policy: additional ``seconds`` and ``kept_bytes`` of a micro-batch (negative for savings),
-    its ``host_bytes``, and total ``transient_bytes[zero, policy]``.
-    """
+    """Cost that each recomputation policy adds to a stage. By policy: additional ``seconds`` and
+    ``kept_bytes`` of a micro-batch (negative for savings), its ``host_bytes``, and total
+    ``transient_bytes[zero, policy]``."""
 
     policies: Policies
     seconds: Floats
@@ -419,8 +416,7 @@ class StageTable:
 
     def _price(self, run: Run, setting: StageOptions) -> StageCost:
         seconds, states, kept = np.zeros(len(Resource)), np.zeros(len(State)), 0.0
-        of_kind: dict[str, Floats] = {}
-        received = np.zeros(2)
+        of_kind, received = dict[str, Floats](), np.zeros(2)
         for row, occurrences in self.model.rows(run, setting.policy):
             cost, weights = self.row(row), np.array(occurrences, dtype=np.float64)
             of_modes = cost.seconds[:, setting.zero]
@@ -434,7 +430,6 @@ class StageTable:
         forced = Policies.of(setting.policy, len(run.block_classes))
         kinds = self._kinds_of(run, splits=bool(setting.halves))
         costs = self._recompute_costs(run, kinds)
-        transient = self._transient_bytes(run, kinds, forced, costs)
         exposed = [float(forced.sums(own)[0]) for own in costs.exposed_seconds]
         seconds[list(CONVERTED)] += exposed
         host_bytes = float(forced.sums(costs.host_bytes)[0])
@@ -444,37 +439,43 @@ class StageTable:
         if setting.halves:
             late, late_bytes = self.weight_grads(run)
             memory["activations"] = held_bytes(setting.halves, kept, late_bytes)
-        memory["transient"] = float(transient[setting.zero, 0])
+        transient = self._transient_bytes(run, kinds, forced, costs)[setting.zero]
+        memory["transient"] = float(transient[0])
         memory["buffers"] = float(constant_bytes(self.model, run))
         memory["reserve"] = float(context_bytes(self.model))
-        receive = float(received[0]), float(received[1])
         return StageCost(
             Seconds(*seconds.tolist()),
-            receive,
+            (float(received[0]), float(received[1])),
             memory,
             kept,
             late,
-            self._groups_of(run, setting, of_kind),
+            self._groups_of(run, setting, of_kind, costs.host_bytes),
             self.model.prices.shares_links(self.model.prices.shardings[setting.zero].degree),
             offloaded_bytes=host_bytes,
             exposed_copies=sum(exposed),
             host_copies=host_bytes / host_link(self.model.prices.device),
         )
 
-    def _groups_of(self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats]) -> Groups:
-        """Return the seconds by block; a parameter of several blocks counts with the first."""
-        entries, counts = group_blocks(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
-        seconds = np.array([of_kind[kind][BLOCK_MODES.index(mode)] for kind, mode in entries])
+    def _groups_of(
+        self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats], host_bytes: Floats
+    ) -> Groups:
+        """Return the seconds by block; a parameter of several blocks counts with the first.
+        ``host_bytes[mode, class]``: a block's offloaded values in all modes but the first."""
+        modes = [BLOCK_MODES.index(mode) for mode in run.modes(setting.policy)]
+        moves = self.model.prices.policy.moves_gradients and host_bytes.any()
+        classes = run.classes[1] if moves else (0,) * len(modes)
+        entries, counts = group_blocks([*zip(run.kinds, modes, classes, strict=True)])
+        seconds = np.array([of_kind[kind][mode] for kind, mode, _ in entries])
         for name in run.shared:
             seconds[0] += self.row(name).seconds[0, setting.zero]
-        return Groups(seconds, counts)
+        moved = [host_bytes[mode - 1, own] if mode and moves else 0.0 for _, mode, own in entries]
+        return Groups(seconds, counts, np.array(moved) / host_link(self.model.prices.device))
 
     def _issued(self, kind: str, seconds: Floats, *, splits: bool) -> Floats:
         """Return a block's ``seconds[mode, RESOURCE]`` with the host's time of each pass (or half
         of a split backward) raised to the device's."""
         seconds = seconds.copy()
-        forward = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE]
-        backward = [Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE]
+        forward, backward = map(list, ISSUED)
         deferred = self._weight_grads_of(kind)[0] if splits else np.zeros(2)
         inputs = (seconds[:, backward] - deferred).max(axis=1)
         seconds[:, Resource.FORWARD_ISSUE] = seconds[:, forward].max(axis=1)

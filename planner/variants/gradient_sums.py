@@ -30,7 +30,7 @@ from ...cost_model.collectives.gradient_order import (
     priority_order,
     step_seconds,
 )
-from ..costs.seconds import Groups, Resource, Seconds
+from ..costs.seconds import Resource, Seconds
 from ..errors import UsageError
 from ..graph.graph import Blocks, Graph
 from ..plan import GradientSum, Plan, StagePlan
@@ -162,7 +162,7 @@ def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> Sta
     seconds = Seconds(*(np.array(cost.seconds) * factor).tolist())
     groups = cost.groups
     if groups is not None:
-        groups = Groups(groups.seconds * factor, groups.counts)
+        groups = groups._replace(seconds=groups.seconds * factor)
     return replace(cost, seconds=seconds, groups=groups)
 
 

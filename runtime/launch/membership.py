@@ -28,6 +28,7 @@ from ...passes.ops.nf4 import load_nf4
 from ...passes.programs.program import Program
 from ...planner.errors import MachineError, PlanError
 from ...planner.plan import Plan, Precision
+from ...planner.summary import HOST_STATES
 from ..messages.device_queue import queue_of
 from ..messages.groups import allow_seconds, time_limit
 from ..messages.shared_objects import group_for
@@ -150,16 +151,16 @@ def check_device(device: torch.device, precision: Precision) -> None:
 
 
 def check_host_memory(program: Program, plan: Plan, available_bytes: int) -> None:
-    """Raise MachineError AP420 where the master weights and optimizer states that the plan offloads
-    to this host, those of all its ranks, need more than ``available_bytes``."""
+    """Raise MachineError AP420 where the states that the plan offloads to this host, those of all
+    its ranks, need more than ``available_bytes``."""
     needed = host_bytes(plan, program.graph, program.blocks)
     own = needed.get(plan.cluster.host_of[dist.get_rank()], 0.0)
     if own > available_bytes:
         raise MachineError(
             "AP420",
-            f"masters and optimizer states need {own / 1e9:.1f} GB of this host's memory, "
+            f"{HOST_STATES[plan.offload]} need {own / 1e9:.1f} GB of this host's memory, "
             f"{available_bytes / 1e9:.1f} GB are free",
-            why=f"the plan offloads the {plan.offload}",
+            why="the plan offloads them",
             fix="free memory, plan with more devices, or plan with --deny offload",
         )
 

@@ -73,8 +73,13 @@ class DeviceQueue(Protocol):
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Event:
         """Start to copy each first tensor to the second, between device and host, once all work
-        queued so far is done, and after the copies that were started before; return an event that
-        is reached when they are done. The caller holds the tensors until ``wait_for`` it."""
+        queued so far is done, and after the copies in the same direction that were started before;
+        return an event that is reached when they are done. The caller holds the tensors until
+        ``wait_for`` it."""
+
+    def add(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Event:
+        """Start to add each first tensor, on the device, to the second in host memory, as ``copy``
+        does. The sums so far are fetched beside copies to the host."""
 
     def wait_for(self, event: Event) -> None:
         """Let all work that is queued from now on wait for ``event``. Does not block the host."""
@@ -123,22 +128,29 @@ class HostQueue:
             target.copy_(source)
         return PASSED
 
+    def add(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Event:
+        for source, target in pairs:
+            target += source
+        return PASSED
+
     def wait_for(self, event: Event) -> None:
         event.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
 class CudaQueue:
-    """Queue of a GPU. Inputs and results are copied on their own streams, beside other work."""
+    """Queue of a GPU. Inputs, results, and copies to and from the host are on their own streams,
+    beside other work."""
 
     device: torch.device
     runs_behind: bool = True
     _inputs: Any = field(init=False)
     _figures: Any = field(init=False)
-    _copies: Any = field(init=False)
+    _sends: Any = field(init=False)
+    _fetches: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("_inputs", "_figures", "_copies"):
+        for name in ("_inputs", "_figures", "_sends", "_fetches"):
             stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             object.__setattr__(self, name, stream)
 
@@ -193,13 +205,24 @@ class CudaQueue:
         return memory[start : start + num_bytes]
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Event:
-        self._copies.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._copies):
+        is_sent = any(target.device.type == "cpu" for _, target in pairs)
+        stream = self._sends if is_sent else self._fetches
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-            event: Event = _cuda_event()
-            event.record(self._copies)  # type: ignore[attr-defined]
-        return event
+        return _recorded(stream)
+
+    def add(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Event:
+        self._fetches.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._fetches):
+            sums = [target.to(self.device, non_blocking=True) for _, target in pairs]
+        self._sends.wait_stream(self._fetches)
+        with torch.cuda.stream(self._sends):
+            for (source, target), total in zip(pairs, sums, strict=True):
+                target.copy_(total.add_(source), non_blocking=True)
+                total.record_stream(self._sends)
+        return _recorded(self._sends)
 
     def wait_for(self, event: Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
@@ -213,6 +236,12 @@ class CudaQueue:
 
 def _cuda_event() -> Any:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _recorded(stream: Any) -> Event:
+    event: Event = _cuda_event()
+    event.record(stream)  # type: ignore[attr-defined]
+    return event
 
 
 def packed_copies(

@@ -1,4 +1,5 @@
-"""Activations in host memory: the values that a block keeps for its backward, moved beside compute.
+"""Activations and gradients in host memory: the values that a block keeps for its backward, and the
+sums of its gradients, moved beside compute.
 
 In: the tensors that autograd, or recomputation, keeps of a block's forward. Out: the same tensors
 in its backward; in between their memory on the device is free. A storage is moved once, however
@@ -8,7 +9,9 @@ Copies run in a queue of their own, in the order in which they are started. The 
 are sent when its forward ends, and fetched when the backward of the block after it begins. A device
 holds the values of two blocks: of the running block, and of the block that is sent or fetched
 meanwhile (``stage_cost`` prices them). A block whose backward comes before its
-memory is given back is not fetched.
+memory is given back is not fetched. Gradients are sent when their reduction ends, and the sums of
+several micro-batches are made on the device, from the sum so far (``DeviceQueue.add``), as
+DeepSpeed does.
 
 Source: torch.autograd.graph.saved_tensors_hooks; Rajbhandari et al. 2021, "ZeRO-Infinity"
 (arXiv:2104.07857), section 5; the window: torchtune's OffloadActivations.
@@ -103,6 +106,44 @@ class Offloader:
         """Take host memory whose values are no longer needed. Later copies to it follow the copies
         from it in the queue."""
         self._free.setdefault(memory.numel(), []).append(memory)
+
+
+@dataclass(eq=False)
+class HostSums:
+    """Sums of a stage's gradients in host memory. The device holds the gradients of two blocks."""
+
+    queue: DeviceQueue
+    _sending: deque[tuple[int | None, Tensor, Event]] = field(default_factory=deque)
+    _memory: dict[str, Tensor] = field(default_factory=dict)
+    _sent: dict[str, Event] = field(default_factory=dict)
+
+    def add(self, name: str, block: int | None, gradient: Tensor, total: Tensor | None) -> Tensor:
+        """Start to add a gradient of parameter ``name``, in the dtype of the sum, to ``total``, or
+        with None to begin the sum anew; return the sum in host memory. ``block``: the position of
+        the parameter's block."""
+        if total is None:
+            total = self._host_memory(name, gradient)
+            event = self.queue.copy([(gradient, total)])
+        else:
+            self.queue.wait_for(self._sent[name])
+            event = self.queue.add([(gradient, total)])
+        self._sent[name] = event
+        self._sending.append((block, gradient, event))
+        while len({block for block, *_ in self._sending}) > 2:
+            self.queue.wait_for(self._sending.popleft()[2])
+        return total
+
+    def _host_memory(self, name: str, gradient: Tensor) -> Tensor:
+        if name not in self._memory:
+            memory = self.queue.host_memory(max(1, gradient.nbytes))[: gradient.nbytes]
+            self._memory[name] = memory.view(gradient.dtype).view(gradient.shape)
+        return self._memory[name]
+
+    def finish(self) -> None:
+        """Wait on the host until all sums are complete in its memory."""
+        for _, _, event in self._sending:
+            event.synchronize()
+        self._sending.clear()
 
 
 def share_window(offloaders: Iterable[Offloader | None]) -> None:

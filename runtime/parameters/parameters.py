@@ -11,8 +11,10 @@ Three views of a parameter of one rank:
   compute dtype where the plan says so.
 
 With the optimizer's states in host memory the master is there too, and ``fully_shard`` owns
-``shard``, a copy of it in the compute dtype. A frozen parameter's master is the tensor that blocks
-compute with, on the device, in the compute dtype or quantized (the bytes of ``passes.ops.nf4``).
+``shard``, a copy of it in the compute dtype. Gradients may be there too (``sums``), and with the
+parameters in host memory ``shard`` has no memory of its own: it is gathered from ``host_shard``. A
+frozen parameter's master is the tensor that blocks compute with, on the device, in the compute
+dtype or quantized (the bytes of ``passes.ops.nf4``).
 
 A parameter is held split or whole on each mesh axis (its layout). If it is whole on joint axes
 ("dp", "ep", "cp") and the stage's ZeRO stage is at least 1, or 3 for a frozen parameter,
@@ -41,7 +43,9 @@ from ...passes.ops.nf4 import pack_nf4, unpack_nf4
 from ...planner.graph.graph import TensorSpec
 from ...planner.graph.layout import Layout, Mesh, Region, local_region, local_shape, region_shape
 from ...planner.plan import Precision
+from ..messages.device_queue import queue_of
 from ..messages.groups import mesh_beside
+from .offloading import HostSums
 
 if TYPE_CHECKING:
     from ...passes.local.stage_program import ParameterProgram, StageProgram
@@ -111,19 +115,21 @@ def precision_of(dtype: torch.dtype) -> Precision | None:
 @dataclass(frozen=True, slots=True)
 class Formats:
     """Dtypes of a stage's parameters and gradients; ``offloads``: masters (the optimizer's
-    parameters) are in host memory."""
+    parameters) are in host memory; ``moves_shards``: the shards of ``fully_shard`` are, too."""
 
     compute: torch.dtype
     master: torch.dtype
     gradient: torch.dtype
     offloads: bool = False
+    moves_shards: bool = False
 
     @staticmethod
     def of(precision: Precision, states: StateOptions = DEFAULT) -> Formats:
         """Return the dtypes of trained parameters and their gradients, by a plan's options."""
         compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
         gradient = compute if states.gradient_dtype == "compute" else master
-        return Formats(compute, master, gradient, states.offload)
+        offloads = states.offload != "none"
+        return Formats(compute, master, gradient, offloads, states.moves_parameters)
 
     def of_parameter(self, spec: TensorSpec) -> Formats:
         """Return the dtypes of one parameter: a frozen one has only the compute dtype."""
@@ -144,7 +150,8 @@ class StageParameter:
     ranks hold the same part. ``master`` is the
     parameter that the optimizer updates. Blocks compute with ``leaf`` or, under ZeRO, with the
     all-gathered master or ``shard``, its copy on the device. ``accumulated`` is the sum of
-    gradients in another dtype than blocks use.
+    gradients in another dtype than blocks use, or in host memory: then ``sums`` makes it.
+    ``host_shard`` is this rank's part of the shard if it is in host memory.
     """
 
     name: str
@@ -161,6 +168,8 @@ class StageParameter:
     shard: nn.Parameter | None = None
     group_shards: int = 0
     accumulated: Tensor | None = None
+    sums: HostSums | None = None
+    host_shard: Tensor | None = None
     has_copy: bool = field(init=False)
     """True if blocks compute with a copy of the master, in another dtype or on another device."""
     is_stale: bool = field(init=False)
@@ -208,8 +217,8 @@ class StageParameter:
     @property
     def sums_apart(self) -> bool:
         """Tell whether the gradients of micro-batches are summed in ``accumulated``, in another
-        dtype than a backward leaves them in."""
-        return self.held.dtype != self.formats.gradient
+        dtype than a backward leaves them in, or in host memory."""
+        return self.sums is not None or self.held.dtype != self.formats.gradient
 
     @property
     def casts_gradient(self) -> bool:
@@ -237,7 +246,10 @@ class StageParameter:
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Add this rank's part of a gradient to ``accumulated``, the sum in the gradient dtype."""
-        if self.accumulated is None:
+        if self.sums is not None:
+            gradient, total = gradient.to(self.formats.gradient), self.accumulated
+            self.accumulated = self.sums.add(self.name, self.block, gradient, total)
+        elif self.accumulated is None:
             self.accumulated = gradient.to(self.formats.gradient)
         else:
             self.accumulated += gradient
@@ -280,7 +292,10 @@ class StageParameter:
     def refresh(self) -> None:
         """Copy the master into the tensor that blocks compute with, after an optimizer step."""
         self.is_stale = False
-        if self.has_copy or self.shard is not None:
+        if self.host_shard is not None:
+            queue_of(local_tensor(self.held).device).mark().synchronize()  # it may be read
+            self.host_shard.copy_(self.local)
+        elif self.has_copy or self.shard is not None:
             with torch.no_grad():
                 local_tensor(self.held).copy_(self.local)
 

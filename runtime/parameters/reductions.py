@@ -21,9 +21,9 @@ from .parameters import StageParameter
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """A running reduce-scatter: its handle, and its output and input. Its result is to be added to
-    ``gradients``, from earlier micro-batches. Gradients of the parameters ``apart`` are summed in
-    another dtype."""
+    """A running reduce-scatter: its handle (None if it has ended), and its output and input. Its
+    result is to be added to ``gradients``, from earlier micro-batches. Gradients of the parameters
+    ``apart`` are summed in another dtype, or in host memory."""
 
     work: Any
     tensors: tuple[Tensor, Tensor]
@@ -60,7 +60,8 @@ class PendingReductions:
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return
-        reduction.work.wait()
+        if reduction.work is not None:
+            reduction.work.wait()
         with torch.no_grad():
             for parameter in reduction.apart:
                 reduction.take(parameter)
@@ -111,6 +112,7 @@ class AsyncReduceScatter:
             work.wait()
             if not apart:
                 return
+            work = None  # a second wait would undo the sum over groups of ranks
         gradients = tuple(
             (parameter, parameter.held.grad)
             for parameter in self.parameters

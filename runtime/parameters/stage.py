@@ -31,7 +31,7 @@ from ...planner.kernels.recompute import is_offloaded, without_offload
 from ...planner.plan import Precision, Recompute
 from ..messages.communicator import BackwardPosition
 from ..messages.device_queue import queue_of
-from .offloading import OffloadedValues, Offloader
+from .offloading import HostSums, OffloadedValues, Offloader
 from .parameters import Formats, StageParameter, dtensor_placements, get_by_path, make_parameter
 from .zero import apply_zero
 
@@ -257,6 +257,9 @@ class StageModule(nn.Module):
             is_plain=self._is_plain,
         )
         self._register_parameters(make)
+        self.sums = HostSums(queue_of(self.device)) if states.moves_gradients else None
+        for each in self.by_name.values():  # others are still to be summed over ranks
+            each.sums = None if each.reduce_axes or not each.spec.requires_grad else self.sums
         self.buffer_regions = self._register_buffers()
         self.reductions = apply_zero(self, formats)
         self.with_gradient: set[int] = set()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...passes.ops.collectives import local_tensor
 from ...planner.graph.layout import Region, intersect, region_shape, region_slices
 from ..messages.shared_objects import gather_values
 from .parameters import StageParameter
@@ -182,7 +183,9 @@ class TiedParameters:
 
 def _gradient_or_zeros(parameter: StageParameter) -> Tensor:
     gradient = parameter.gradient
-    return parameter.no_gradient() if gradient is None else gradient
+    if gradient is None:
+        return parameter.no_gradient()
+    return gradient.to(local_tensor(parameter.held).device)
 
 
 def find_tied(parameters: Mapping[int, Mapping[str, StageParameter]]) -> TiedParameters:

@@ -42,12 +42,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 
 from ...passes.local.stage_program import shard_dim
 from ...passes.ops.collectives import local_tensor
 from ..messages.groups import mesh_along
-from .parameters import Formats, StageParameter, on_host
+from .parameters import HOST, Formats, StageParameter, on_host
 from .reductions import AsyncReduceScatter, PendingReductions
 
 if TYPE_CHECKING:
@@ -113,11 +114,13 @@ def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None
     shared = [parameter for parameter in sharded if parameter.block is None]
     like = (shared or sharded)[0]
     shard(_Owner([stage], like.shard_axes, like.group_shards, shared), sharded)
-    if stage.device.type != "cpu" or ASYNC_ON_CPU:
+    if ASYNC_ON_CPU if stage.device.type == "cpu" else not formats.moves_shards:
         _gather_ahead(stage)
     _set_prefetch(stage, units)
+    held = {id(own.sharded_param): own for own in _sharded_parameters(stage)}
     for parameter in sharded:
-        _allocate(stage, parameter)
+        holder, attribute = stage.owner(parameter.name)
+        _allocate(stage, parameter, held[id(getattr(holder, attribute))])
     return pending
 
 
@@ -193,7 +196,8 @@ def _gather_ahead(stage: StageModule) -> None:
     """Make the stage's all-gathers overlap with compute on a CPU; on a GPU, make them use less
     memory.
 
-    Their buffers are then freed when parameters have been copied out of them. The method
+    Their buffers are then freed when parameters have been copied out of them; but parameters that
+    come from host memory would be copied in the stream of the compute, not beside it. The method
     ``_set_unshard_async_op`` is private; without it a CPU waits for each all-gather where it
     begins.
     """
@@ -242,9 +246,39 @@ def _set_prefetch(stage: StageModule, units: list[list[FSDPModule]]) -> None:
         unit[-1].set_modules_to_forward_prefetch(after)
 
 
-def _allocate(stage: StageModule, parameter: StageParameter) -> None:
+class _HostShard(FSDPParam):
+    """Parameter of ``fully_shard`` whose shard is gathered from host memory: ``padded``, in the
+    stream in which a gathering begins. Its ``sharded_param`` on the device has no memory, and gets
+    gradients only. FSDP2's ``CPUOffloadPolicy`` instead moves gradients too, where the host waits
+    for each if it sums them over micro-batches."""
+
+    padded: Tensor
+
+    @staticmethod
+    def part_of(own: FSDPParam) -> Tensor:
+        """Make ``own`` gather its shard from host memory; return this rank's part of it."""
+        own.__class__ = _HostShard
+        assert isinstance(own, _HostShard)
+        size, dim = own.padded_sharded_param_size, own.fsdp_placement.dim
+        whole = torch.zeros(size, dtype=own.sharded_param.dtype, device=HOST)
+        own.padded = whole.pin_memory() if own.device.type == "cuda" else whole
+        return own.padded.narrow(dim, 0, own.sharded_size[dim] if own.sharded_size.numel() else 0)
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        return [self.padded.view(-1).to(self.device, non_blocking=True)]
+
+    def reset_sharded_param(self) -> None:
+        """Take the parameter that the module holds, as the method does for shards on the device."""
+        held: Any = getattr(self._module_info.module, self._module_info.param_name)
+        self.sharded_param, self._sharding_spec = held, held._spec
+
+
+def _allocate(stage: StageModule, parameter: StageParameter, own: FSDPParam) -> None:
     """Give a sharded parameter, so far on meta, uninitialized memory for its shard on the device.
-    It becomes the master or, if masters are in host memory, the device's copy of the master."""
+    It becomes the master or, if masters are in host memory, the device's copy of the master, which
+    has no memory if it is gathered from host memory too. ``own``: ``fully_shard``'s object of it.
+    """
     holder, attribute = stage.owner(parameter.name)
     meta = getattr(holder, attribute)
     assert isinstance(meta, DTensor)
@@ -255,6 +289,9 @@ def _allocate(stage: StageModule, parameter: StageParameter) -> None:
         parameter.shard = master
         held = on_host(master, parameter.formats.master)
         parameter.master = nn.Parameter(held, requires_grad=meta.requires_grad)
+        if parameter.formats.moves_shards and stage.zero == 3:
+            parameter.host_shard = _HostShard.part_of(own)
+            local_tensor(master.detach()).untyped_storage().resize_(0)
     else:
         parameter.master = master
     if parameter.sums_apart and meta.requires_grad and stage.device.type != "cpu":
@@ -280,6 +317,12 @@ def _parameter_groups(stage: nn.Module) -> Iterator[Any]:
     for state in states:
         if state._fsdp_param_group is not None:
             yield state._fsdp_param_group
+
+
+def _sharded_parameters(stage: nn.Module) -> Iterator[FSDPParam]:
+    """Yield ``fully_shard``'s objects of a stage's parameters."""
+    for group in _parameter_groups(stage):
+        yield from group.fsdp_params
 
 
 def gathered_copies(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -320,7 +363,7 @@ def begin_backward(stage: StageModule, *, last: bool) -> None:
     stage.set_reshard_after_backward(last or stage.zero == 3)
     stage.set_requires_gradient_sync(last or stage.zero >= 2)
     sums_each = stage.weight_gradients is not None and not SUMS_ALL
-    stage.set_requires_all_reduce(last or sums_each)
+    stage.set_requires_all_reduce(last or sums_each or stage.sums is not None)
 
 
 def begin_input_backward(stage: StageModule) -> None:

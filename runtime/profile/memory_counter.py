@@ -104,7 +104,7 @@ def held_by(trainer: RankTrainer) -> Tensors:
         is_copied = parameter.leaf is None or parameter.has_copy
         is_master = is_copied and parameter.spec.requires_grad
         found["master" if is_master else "parameters"].append(parameter.local)
-        copies = (parameter.leaf, parameter.shard)
+        copies = (parameter.leaf, parameter.shard, parameter.host_shard)
         found["parameters"] += [local_tensor(each.detach()) for each in copies if each is not None]
         gradients = [
             parameter.gradient,

@@ -403,6 +403,8 @@ class StageExecutor:
             self._reducer.launch_all()
         else:
             self._reducer.finish()
+        if self.stage.sums is not None:
+            self.stage.sums.finish()
         if not self._in_flight:
             self.stage.keep_buffers()
         if not self.defers:

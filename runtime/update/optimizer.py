@@ -245,12 +245,12 @@ def gradient_norm(
     without a stage passes no parameters. ``progress`` is called before waits.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    by_count: dict[int, list[Tensor]] = {}
+    alike: dict[tuple[int, torch.device], list[Tensor]] = {}
     for parameter in parameters:
-        if parameter.gradient is not None:
-            by_count.setdefault(parameter.num_replicas, []).append(parameter.gradient)
-    for num_replicas, gradients in by_count.items():
-        total += sum_of_all_squares(gradients, device) / num_replicas
+        if (own := parameter.gradient) is not None:
+            alike.setdefault((parameter.num_replicas, own.device), []).append(own)
+    for (num_replicas, place), gradients in alike.items():
+        total += sum_of_all_squares(gradients, place).to(device) / num_replicas
     work = dist.all_reduce(total, group=group, async_op=True)
     return GradientNorm(total, work, progress)
 

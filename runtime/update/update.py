@@ -351,7 +351,7 @@ class PartedUpdate:
             for parameter in part:
                 parameter.publish()
             return
-        gradients = {p.name: p.gradient for p in part if p.formats.offloads}
+        gradients = {p.name: p.gradient for p in part if p.formats.offloads and p.sums is None}
         copies = self._slices([g for g in gradients.values() if g is not None])
         given = {name: next(copies) for name, own in gradients.items() if own is not None}
         for name, copy in given.items():
@@ -361,10 +361,13 @@ class PartedUpdate:
             parameter.publish(given.get(parameter.name))
 
     def _refresh(self, part: Sequence[StageParameter]) -> None:
-        """Copy the new values of a part's masters to the device, cast on the host first."""
-        if self.device.type == "cpu":
-            for parameter in part:
-                parameter.refresh()
+        """Copy the new values of a part's masters to the device, cast on the host first, or to
+        the shards that are gathered from host memory."""
+        on_host = [p for p in part if self.device.type == "cpu" or p.host_shard is not None]
+        for parameter in on_host:
+            parameter.refresh()
+        part = [parameter for parameter in part if parameter not in on_host]
+        if not part:
             return
         held = [local_tensor(parameter.held.detach()) for parameter in part]
         for parameter, own, copy in zip(part, held, self._slices(held), strict=True):

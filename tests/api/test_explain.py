@@ -114,6 +114,11 @@ def test_layouts_are_priced_with_the_plans_gradients(models: dict[str, PlanModel
             "zero", "ZeRO 3", "dp=4,zero=3,microbatches=2,recompute=none", marks=pytest.mark.slow
         ),
         ("recompute", "full", "dp=4,zero=1,microbatches=2,recompute=full"),
+        (
+            "offload",
+            "optimizer",
+            "dp=4,zero=1,microbatches=2,recompute=none,offload=optimizer",
+        ),
         pytest.param(
             "microbatches",
             "8 × 512",
@@ -133,7 +138,7 @@ def test_an_alternative_costs_what_a_plan_with_it_costs(
 
 def test_the_chosen_alternative_has_the_plans_own_figures(models: dict[str, PlanModel]) -> None:
     plan = models["dp"].plan
-    for name in ("zero", "recompute", "microbatches", "schedule", "layers.0.up.weight"):
+    for name in ("zero", "offload", "recompute", "microbatches", "schedule", "layers.0.up.weight"):
         chosen = [e for e in explain(models["dp"], name).alternatives if e.standing == "CHOSEN"]
         assert [each.step_seconds for each in chosen] == [plan.prediction.step_seconds]
         assert [each.memory_bytes for each in chosen] == [plan.prediction.peak_memory_bytes]

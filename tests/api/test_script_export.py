@@ -341,7 +341,7 @@ def test_the_documents_excerpt_is_what_an_export_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"offload": "optimizer"}, "optimizer states in host memory"),
+        ({"offload": "optimizer"}, "masters and optimizer states in host memory"),
         ({"slices": (8, 8)}, "slices of the sequences"),
         ({"servers": ServerPlan((0, 1), (0,), (1, 1))}, "parameter servers"),
     ],

@@ -95,7 +95,7 @@ def verify_in_tiles(cases: list[tuple[str, str]]) -> list[object]:
 
 
 @dataclass
-class _Number:
+class Number:
     """Event of the copies up to a number."""
 
     queue: LateQueue
@@ -126,7 +126,7 @@ class LateQueue:
             copied.fill_(255)  # not a number
         self.copies.append(pairs)
         self.look()
-        return _Number(self, len(self.copies))
+        return Number(self, len(self.copies))
 
     def wait_for(self, event: Event) -> None:
         self.look()

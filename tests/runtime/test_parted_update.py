@@ -12,7 +12,13 @@ from marks import slow
 from processes import run_processes
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.cost_model.ops.memory import DEFAULT, StateOptions, policy, state_bytes
+from autoparallel.cost_model.ops.memory import (
+    DEFAULT,
+    Offload,
+    StateOptions,
+    policy,
+    state_bytes,
+)
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import Deferred
@@ -34,7 +40,7 @@ SETTINGS = {"n_layer": 2, "d_model": 64, "n_head": 2, "seq": 16, "vocab": 64}
 BATCH, SEQ, STEPS = 8, 16, 3
 CPU = torch.device("cpu")
 HALF = StateOptions("compute")
-OFFLOADED = StateOptions("compute", offload=True)
+OFFLOADED = StateOptions("compute", "optimizer")
 
 
 def captured(precision: Precision) -> tuple[Deferred, Program]:
@@ -51,7 +57,7 @@ def planned(parallel: str, precision: Precision, states: StateOptions = DEFAULT)
         gradient_dtype=states.gradient_dtype,
         forced=replace(
             parse_parallel(f"microbatches=4,{parallel}"),
-            offload="optimizer" if states.offload else "none",
+            offload=states.offload,
         ),
     )
     target = load_target(str(ROOT / "examples/gpt.py"), SETTINGS)
@@ -109,7 +115,7 @@ def train(text: str, case: Case) -> dict[str, torch.Tensor]:
             with_bad_norm(trainer)
         trainer.step(batch)
     parted = trainer.steps.update.parted
-    assert (parted is not None) == (trainer.plan.offload == "optimizer")
+    assert (parted is not None) == (trainer.plan.offload != "none")
     assert parted is None or len(parted.parts) > 1
     assert int(trainer.steps.update.skipped) == (case.bad_step is not None)
     return {p.name: p.local.clone() for p in trainer.model.all_parameters()}
@@ -123,15 +129,18 @@ def train_both(jobs: list[tuple[Case, str, str]]) -> None:
 
 
 def test_an_optimizer_in_host_memory_changes_no_bit() -> None:
-    """In float32, under every ZeRO stage: with clipping, and with updates that are skipped."""
-    offloaded = StateOptions(offload=True)
+    """In float32, under every ZeRO stage: with clipping, and with updates that are skipped. Nor do
+    gradients and parameters there."""
+    levels = [
+        *((case, f"dp=2,zero={case.zero}", "optimizer") for case in CASES),
+        (CASES[0], "tp=2", "gradients"),
+        (CASES[1], "dp=2,zero=2", "gradients"),
+        (CASES[3], "dp=2,zero=3", "parameters"),
+        (Case(3, UpdateOptions(accumulate=3)), "dp=2,zero=3", "parameters"),
+    ]
     jobs = [
-        (
-            case,
-            planned(f"dp=2,zero={case.zero}", "fp32"),
-            planned(f"dp=2,zero={case.zero}", "fp32", offloaded),
-        )
-        for case in CASES
+        (case, planned(parallel, "fp32"), planned(parallel, "fp32", StateOptions(offload=states)))
+        for case, parallel, states in levels
     ]
     run_processes(2, train_both, jobs)
 
@@ -161,8 +170,23 @@ def test_ranks_hold_the_bytes_that_are_predicted(states: StateOptions) -> None:
             total = expected.total + host
             assert sum(held.values()) == pytest.approx(total, rel=0.02), zero
             assert gradients == pytest.approx(expected.gradients, rel=0.1), zero
-            in_host = 0 if not states.offload else numel * 4 // (2 if zero else 1)
+            in_host = 0 if states.offload == "none" else numel * 4 // (2 if zero else 1)
             assert parameters == pytest.approx(expected.parameters + in_host, rel=0.02), zero
+
+
+@pytest.mark.parametrize(
+    ("parallel", "states"), [("dp=2,zero=2", "gradients"), ("dp=2,zero=3", "parameters")]
+)
+def test_host_memory_has_the_bytes_that_are_predicted(parallel: str, states: Offload) -> None:
+    """Of gradients and shards, which are no longer in memory that would be a GPU's."""
+    text = planned(parallel, "bf16", StateOptions(offload=states))
+    numel, rules = loads(text).model.num_parameters, policy("bf16", "adamw", StateOptions())
+    for (held,) in run_processes(2, measure, [text]):
+        assert held["gradients"] == pytest.approx(numel * rules.gradient_bytes / 2, rel=0.1)
+        parameters = held["master"] + held["parameters"]
+        copy = rules.gathered_bytes / (2 if states == "parameters" else 1)
+        copy += rules.gathered_bytes / 2 if states == "gradients" else 0  # the shard, and whole
+        assert parameters == pytest.approx(numel * (rules.parameter_bytes / 2 + copy), rel=0.02)
 
 
 def losses(texts: list[str]) -> list[list[float]]:
@@ -209,8 +233,8 @@ def save_and_load(folder: str, first: str, others: list[str]) -> None:
 @pytest.mark.slow
 def test_checkpoints_load_with_and_without_offloading(tmp_path: Path) -> None:
     """From states on the device into host memory, under other ZeRO stages, and back."""
-    offloaded = StateOptions(offload=True)
-    others = [planned(parallel, "fp32", offloaded) for parallel in ("dp=2,zero=3", "tp=2")]
+    levels = (("dp=2,zero=3", "optimizer"), ("tp=2", "gradients"), ("dp=2,zero=3", "parameters"))
+    others = [planned(parallel, "fp32", StateOptions(offload=own)) for parallel, own in levels]
     run_processes(2, save_and_load, str(tmp_path / "kept"), planned("dp=2,zero=1", "fp32"), others)
 
 

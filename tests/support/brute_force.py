@@ -221,7 +221,10 @@ class BruteForce:
         yield from extend(0, 0)
 
     def meshes(self, ranks: Sequence[int]) -> list[Mesh]:
-        return meshes(self.cluster, ranks)
+        found = meshes(self.cluster, ranks)
+        if self.request.offload != "parameters":
+            return found
+        return [mesh for mesh in found if mesh.axes[0] == "dp" and mesh.shape[0] > 1]
 
     def splits_rows(self, rows: int, mesh: Mesh) -> bool:
         """Whether the axis "dp" divides the rows of a micro-batch."""
@@ -328,7 +331,14 @@ class BruteForce:
     def stage(self, rows: int, mesh: Mesh, ranks: tuple[int, ...], span: tuple[int, int]) -> Stage:
         request = self.request
         prices = Prices(
-            mesh, self.cluster, ranks, request.precision, request.optimizer, rules, self.cache
+            mesh,
+            self.cluster,
+            ranks,
+            request.precision,
+            request.optimizer,
+            rules,
+            self.cache,
+            states=request.states,
         )
         link = self.cluster.entry_link(ranks[0], len(ranks)) if ranks[0] else None
         key = (rows, span, mesh, prices.groups, prices.speed, link)

@@ -10,29 +10,40 @@ from collections.abc import Sequence
 import numpy as np
 from brute_force_layouts import Floats
 
-States = Sequence[tuple[Floats, Floats]]
-"""Of each block seconds of collectives, and how much longer compute beside them takes."""
+States = Sequence[tuple[Floats, ...]]
+"""Of each block seconds of collectives, how much longer compute beside them takes, and, except
+once per step, how many of the seconds are copies over the host's link."""
 
 
-def one_ahead(states: States, compute: Sequence[Floats]) -> Floats:
-    """Seconds added to a pass in which each block is gathered while the one before it computes."""
+def one_ahead(states: States, compute: Sequence[Floats], moved: Sequence[Floats]) -> Floats:
+    """Seconds added to a pass in which each block is gathered while the one before it computes,
+    whose activations take the host's link for ``moved``."""
     total = states[0][0].copy()
-    for (needs, slows), own in zip(states[1:], compute[:-1], strict=True):
-        total += np.where(own + slows >= needs, slows, needs - own)
+    for own, kept, each in zip(compute, moved, states[1:], strict=False):
+        total += _added(own, kept, [each])
     return total
 
 
-def ahead_and_behind(gather: States, scatter: States, compute: Sequence[Floats]) -> Floats:
+def ahead_and_behind(
+    gather: States, scatter: States, compute: Sequence[Floats], moved: Sequence[Floats]
+) -> Floats:
     """Seconds added to a backward: while a block computes, the block before it is gathered and the
     gradients of the block after it are scattered."""
     total = gather[-1][0] + scatter[0][0]
-    for at, own in enumerate(compute):
+    for at, (own, kept) in enumerate(zip(compute, moved, strict=True)):
         beside = [gather[at - 1]] if at > 0 else []
         beside += scatter[at + 1 : at + 2]
-        needs = sum((each[0] for each in beside), np.zeros_like(own))
-        slows = sum((each[1] for each in beside), np.zeros_like(own))
-        total = total + np.where(own + slows >= needs, slows, needs - own)
+        total = total + _added(own, kept, beside)
     return total
+
+
+def _added(own: Floats, kept: Floats, beside: States) -> Floats:
+    """Seconds that ``beside`` adds to compute: until all is gathered and scattered, and, after the
+    activations, all is copied over the host's link."""
+    needs, slows, copies = (sum((e[i] for e in beside), np.zeros_like(own)) for i in range(3))
+    ends = np.where(own + slows >= needs, own + slows, needs)
+    link = np.maximum(own, kept)  # within which activations are copied
+    return np.maximum(ends - own, kept + copies - link)
 
 
 def all_at_once(states: States, compute: Sequence[Floats]) -> Floats:

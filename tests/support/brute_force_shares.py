@@ -107,6 +107,7 @@ class SharedSpace:
                 rules,
                 force.cache,
                 own=self.ranks(coordinate),
+                states=request.states,
             )
             graph = with_precision(force.graph, request.precision)
             graph = graph.with_batch_size(rows * self.mesh.shape[0])

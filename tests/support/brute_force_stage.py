@@ -314,7 +314,9 @@ class Stage(Choices):
 
     @property
     def zeros(self) -> tuple[int, ...]:
-        return tuple(range(len(self.shardings))) if self.prices.shards > 1 else (0,)
+        least = {"gradients": 2, "parameters": 3}.get(self.prices.states.offload, 0)
+        every = tuple(at for at, own in enumerate(self.shardings) if own[0] >= least)
+        return every if self.prices.shards > 1 else (0,)
 
     @cached_property
     def recomputations(self) -> list[Modes]:
@@ -350,21 +352,21 @@ class Stage(Choices):
         return [self.passes[block], *skipped, late, *held, self.gathered[:, block]]
 
     def seconds(self, zero: int, modes: Modes, *, halved: bool = False) -> Floats:
-        """Forward, backward, receive forward and backward, end: a row per assignment.
-
-        ``halved``: the backward is that of both halves, and a sixth column is the second half.
-        """
+        """Forward, backward, receive forward and backward, end: a row per assignment. ``halved``:
+        the backward is that of both halves, and a sixth column is the second half."""
         passes, beside = self._beside(zero, modes, halved=halved)
         forward = [own[0] for own in beside]
         states = [dict(zip(OF_STATES, own, strict=True)) for own in self.states[zero]]
-        gather = [(own["forward_states"], own["forward_slowed"]) for own in states]
-        both = [(own["backward_states"], own["backward_slowed"]) for own in states]
-        scatter = [
-            tuple(a - b for a, b in zip(*each, strict=True))
-            for each in zip(both, gather, strict=True)
-        ]
-        passes[0] += one_ahead(gather, forward)
-        passes[1] += ahead_and_behind(gather, scatter, [own[1] for own in beside])
+        gather, both = (
+            [tuple(own[way + name] for name in ("states", "slowed", "copies")) for own in states]
+            for way in ("forward_", "backward_")
+        )
+        pairs = zip(both, gather, strict=True)
+        scatter = [tuple(a - b for a, b in zip(*each, strict=True)) for each in pairs]
+        rate, none = self.prices.device.host_link_bytes_per_second or 12e9, 0.0 * forward[0]
+        moved = [self.host_bytes[at].get(mode, none) / rate for at, mode in enumerate(modes)]
+        passes[0] += one_ahead(gather, forward, moved)
+        passes[1] += ahead_and_behind(gather, scatter, [own[1] for own in beside], moved)
         end = sum(own["optimizer"] for own in states)
         end = end + self.first_gather(zero, modes)
         sync = [(own["gradient_sync"], own["sync_slowed"]) for own in states]

@@ -19,6 +19,8 @@ OF_STATES = (
     "gather_slowed",
     "sync_slowed",
     "optimizer",
+    "forward_copies",
+    "backward_copies",
 )
 """What gathering parameters, summing gradients and the optimizer take."""
 

@@ -52,8 +52,10 @@ LONG = (
     "values in host memory, states sharded within groups"
 )
 
+MOVED = "gradients, and parameters under ZeRO 3, in host memory: priced, searched and run"
+
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
-    ("cost_model: lines", 8850, LONG),
+    ("cost_model: lines", 8902, MOVED),
     ("cost_model: files", 46, FOLDERS),
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),

@@ -124,6 +124,8 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "some layers": ("llama", {"dp": 8, "recompute": "full", "recompute_share": 0.5, "zero": 1}),
     "selective": ("llama", {"dp": 8, "recompute": "selective", "zero": 2}),
     "offload": ("llama", {"dp": 8, "zero": 1, "offload": "optimizer"}),
+    "offloaded gradients": ("llama", {"dp": 8, "zero": 2, "offload": "gradients"}),
+    "offloaded parameters": ("llama", {"dp": 8, "zero": 3, "offload": "parameters"}),
     "half gradients": ("llama", {"dp": 8, "zero": 1, "gradient_dtype": "compute"}),
 }
 """Configurations by name, on eight devices with sixteen samples."""

@@ -34,6 +34,8 @@ KINDS = {
     "some layers": "DEEPSPEED",
     "selective": "DEEPSPEED",
     "offload": "DEEPSPEED",
+    "offloaded gradients": "DEEPSPEED",
+    "offloaded parameters": "FSDP",
     "half gradients": "DEEPSPEED",
 }
 """What trains each case; a pipeline becomes FSDP."""
@@ -67,7 +69,7 @@ def test_accelerate_launch_reads_it(name: str, tmp_path: Path) -> None:
     if arguments.use_deepspeed:
         assert arguments.zero_stage == facts["zero"]
         assert arguments.gradient_accumulation_steps == facts["num_microbatches"]
-        offload = "cpu" if name == "offload" else "none"
+        offload = "cpu" if name.startswith("offload") else "none"
         assert arguments.offload_optimizer_device == offload
         return
     os.environ.update(prepare_multi_gpu_env(arguments))
@@ -104,6 +106,8 @@ def test_fsdp_sums_gradients_after_every_micro_batch(tmp_path: Path) -> None:
         ({"dp": 8, "zero": 2}, "deepspeed"),
         ({"dp": 8, "zero": 3}, "fsdp"),
         ({"dp": 8, "zero": 3, "offload": "optimizer"}, "deepspeed"),
+        ({"dp": 8, "zero": 3, "offload": "gradients"}, "deepspeed"),
+        ({"dp": 8, "zero": 3, "offload": "parameters"}, "fsdp"),
         ({"dp": 4, "tp": 2}, "fsdp"),
         ({"tp": 8}, "tp"),
         ({}, "none"),

@@ -78,6 +78,20 @@ def test_deepspeed_reads_it(name: str, tmp_path: Path, monkeypatch: pytest.Monke
             "zero_optimization",
             {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
         ),
+        (
+            {"zero": 2, "offload": "gradients"},
+            "zero_optimization",
+            {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        ),
+        (
+            {"zero": 3, "offload": "parameters"},
+            "zero_optimization",
+            {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "offload_param": {"device": "cpu", "pin_memory": True},
+            },
+        ),
         ({"precision": "fp16"}, "fp16", {"enabled": True, "loss_scale": 0}),
         ({"gradient_dtype": "compute"}, "data_types", {"grad_accum_dtype": "bf16"}),
         ({}, "data_types", {"grad_accum_dtype": "fp32"}),

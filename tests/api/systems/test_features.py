@@ -32,6 +32,8 @@ def names(plan: Plan) -> set[str]:
         ("uneven stages", {"pp", "1f1b", "uneven-stages", "zero1"}),
         ("some layers", {"full", "mixed-recompute", "zero1"}),
         ("offload", {"offload", "zero1"}),
+        ("offloaded gradients", {"offload-gradients", "zero2"}),
+        ("offloaded parameters", {"offload-parameters", "zero3"}),
         ("half gradients", {"compute-gradients", "zero1"}),
     ],
 )

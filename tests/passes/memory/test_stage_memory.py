@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -16,7 +17,7 @@ from small_graphs import mlp
 from torch.nn import functional
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.cost_model.ops.memory import communicator_bytes
+from autoparallel.cost_model.ops.memory import Offload, communicator_bytes
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import plain_build
@@ -421,6 +422,32 @@ def test_states_that_are_offloaded_must_fit_into_the_memory_of_their_host() -> N
     with pytest.raises(InfeasibleError, match="host 0") as raised:
         check_host_memory(with_memory(12 * numel - 1), graph, blocks)
     assert raised.value.code == "AP301"
+
+
+def test_gradients_and_shards_in_host_memory_take_it_and_leave_the_devices() -> None:
+    """4 bytes for each of a rank's half of the parameters; on the device those of two blocks."""
+    graph, blocks = mlp(4)
+    forced = Forced(dp=2, tp=1, pp=1, zero=3, num_microbatches=2, recompute="none")
+    found = plan(graph, blocks, parse_cluster("2xH100"), Request(4, forced=forced))
+    sizes = [sum(graph[name].spec.numel for name in b.parameters) for b in blocks.blocks]
+    numel, largest = sum(sizes) // 2, max(sizes) // 2
+
+    def memory(states: Offload) -> Mapping[str, float]:
+        own = replace(found, offload=states)
+        return stage_memory(own, graph, blocks, runs=False)[0]
+
+    plain, gone = memory("optimizer"), 4.0 * numel
+    levels: tuple[tuple[Offload, int, float, float, int], ...] = (
+        ("optimizer", 12, gone, 0.0, 0),
+        ("gradients", 16, gone, gone, 4),
+        ("parameters", 20, 0.0, gone, 8),
+    )
+    for states, host, parameters, gradients, moving in levels:
+        assert host_bytes(replace(found, offload=states), graph, blocks) == {0: 2 * host * numel}
+        own = memory(states)
+        assert own.get("parameters", 0.0) == parameters
+        assert plain["gradients"] - own["gradients"] == pytest.approx(gradients, abs=4 * largest)
+        assert own["working"] - plain["working"] == pytest.approx(2 * moving * largest)
 
 
 def test_activations_that_are_offloaded_must_fit_into_the_memory_of_their_host() -> None:

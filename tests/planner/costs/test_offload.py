@@ -1,14 +1,17 @@
-"""Plans that keep masters and optimizer states in host memory: found, forbidden, priced."""
+"""Plans that keep states in host memory: found, forbidden, priced."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 from small_graphs import mlp
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.ops.memory import Offload
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
 from autoparallel.planner.errors import InfeasibleError, UsageError
@@ -108,6 +111,29 @@ def test_offloaded_activations_use_no_more_memory_of_the_host_than_there_is() ->
         plan(graph, blocks, with_memory(needed // 10), own)
 
 
+def test_activations_leave_room_for_states_in_the_memory_of_the_host() -> None:
+    """With memory for one of both alone, fewer activations are offloaded, or nothing fits."""
+    graph, blocks = mlp(12, rows=4096)
+    numel = sum(node.spec.numel for node in graph if node.kind == "parameter")
+    forced = Forced(num_microbatches=1, offload="optimizer")
+    features = Features(changes=frozenset(OFFERED_MODES))
+    own = Request(
+        4096, forced=forced, offload="optimizer", features=features, memory_limit_bytes=706 * 10**6
+    )
+    needed = plan(graph, blocks, h100s(), own).stages[0].prediction.host_bytes
+    (host,) = h100s().hosts
+    states = 12 * numel
+    assert needed > 0
+    for room in (needed, needed // 2):
+        device = replace(host.device, host_memory_bytes=states + room)
+        on = replace(h100s(), hosts=(replace(host, device=device),))
+        with suppress(InfeasibleError):
+            assert plan(graph, blocks, on, own).stages[0].prediction.host_bytes <= room
+    device = replace(host.device, host_memory_bytes=states)
+    with pytest.raises(InfeasibleError):
+        plan(graph, blocks, replace(h100s(), hosts=(replace(host, device=device),)), own)
+
+
 def test_sharding_over_more_devices_comes_before_offloading() -> None:
     """Two devices hold half of the states each."""
     assert planned(2, memory_limit_bytes=ROOM).offload == "none"
@@ -164,13 +190,114 @@ def test_gradients_in_half_precision_take_half_of_their_bytes() -> None:
     assert whole["parameters"] == half["parameters"] == 6 * NUMEL
 
 
+def moved(states: Offload, num_devices: int = 1, **forced: int) -> Plan:
+    """The plan of one micro-batch with these states in host memory."""
+    own = Forced(offload=states, num_microbatches=1, **forced)  # type: ignore[arg-type]
+    return planned(num_devices, offload=states, forced=own)
+
+
+def test_states_in_host_memory_take_none_of_the_devices() -> None:
+    """In float32 a rank's share of parameters and of gradients takes 4 bytes per parameter; what is
+    on its way is the share of two blocks."""
+    of = {states: moved(states, 2, dp=2, zero=3) for states in get_args(Offload)[1:]}
+    memory = {states: plan.stages[0].prediction.memory_bytes for states, plan in of.items()}
+    held = {name: (own["parameters"], own["gradients"]) for name, own in memory.items()}
+    share = 4 * NUMEL // 2
+    assert held == {
+        "optimizer": (share, share),
+        "gradients": (share, 0),
+        "parameters": (0, 0),
+    }
+    assert memory["parameters"]["transient"] - memory["gradients"]["transient"] == pytest.approx(
+        2 * max(block_shares()), rel=0.01
+    )
+
+
+def block_shares() -> list[float]:
+    """Bytes of one of two ranks' shares of each block, in float32."""
+    numels = [sum(GRAPH[name].spec.numel for name in block.parameters) for block in BLOCKS.blocks]
+    return [4 * numel / 2 for numel in numels]
+
+
+def test_copies_of_gradients_run_beside_the_backward_and_the_update_needs_none() -> None:
+    """A gradient of 4 bytes per parameter goes to the host beside the compute of the block before,
+    that of the first block after all; the update copies parameters only, and reads gradients
+    once more for the norm."""
+    before, after = (
+        moved(states).stages[0].prediction.seconds for states in ("optimizer", "gradients")
+    )
+    saved = NUMEL * (4 / 48e9 - 4 / 35.2e9)
+    assert before["optimizer"] - after["optimizer"] == pytest.approx(saved, rel=1e-9)
+    copies = 4 * NUMEL / 48e9
+    assert after["states"] == pytest.approx(copies, rel=1e-9)
+    waits = after["backward"] - before["backward"]
+    assert 2 * min(block_shares()) / 48e9 < waits <= copies
+
+
+def test_parameters_are_copied_before_each_gathering_and_not_after_the_update() -> None:
+    of = [
+        moved(states, 2, dp=2, zero=3).stages[0].prediction
+        for states in ("gradients", "parameters")
+    ]
+    before, after = (own.seconds for own in of)
+    copy = 4 * NUMEL / 2 / 48e9
+    assert before["optimizer"] - after["optimizer"] == pytest.approx(copy, rel=1e-9)
+    assert after["states"] - before["states"] == pytest.approx(2 * copy, rel=1e-9)
+    assert after["forward"] > before["forward"]
+
+
+@pytest.mark.slow
+def test_more_states_are_offloaded_only_where_fewer_do_not_fit() -> None:
+    """Of a model of many blocks on two devices, with limits down to what each level leaves free."""
+    graph, blocks = mlp(24, rows=8, width=2048, inner=8192)
+
+    def found(**request: Any) -> Plan:
+        return plan(graph, blocks, h100s(2), Request(8, **request))
+
+    limit, chosen = found().prediction.peak_memory_bytes, ["none"]
+    while chosen[-1] != "parameters":
+        own = found(memory_limit_bytes=limit)
+        assert own.prediction.peak_memory_bytes <= limit
+        assert loads(dumps(own)) == own
+        chosen += [own.offload] if own.offload != chosen[-1] else []
+        if own.offload != "none":
+            with pytest.raises(InfeasibleError):
+                found(memory_limit_bytes=limit, features=DENIED)
+        limit = int(limit * 0.97)
+    assert chosen == list(get_args(Offload))
+
+
+@pytest.mark.parametrize(
+    ("forced", "code"),
+    [
+        ({"offload": "moments"}, "AP190"),
+        ({"offload": "optimizer", "schedule": "pipedream"}, "AP191"),
+        ({"offload": "gradients", "zero": 1}, "AP191"),
+        ({"offload": "parameters", "zero": 2}, "AP191"),
+        ({"offload": "gradients", "gradients": "priority"}, "AP191"),
+    ],
+)
+def test_choices_that_exclude_each_other_are_refused(forced: dict[str, Any], code: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Forced(**forced)
+    assert caught.value.code == code
+
+
+def test_parameters_that_no_ranks_share_are_refused() -> None:
+    for devices, own in ((1, {}), (2, {"tp": 2})):
+        with pytest.raises(UsageError) as caught:
+            moved("parameters", devices, **own)
+        assert caught.value.code == "AP191"
+
+
 def test_bad_requests_are_refused() -> None:
     with pytest.raises(UsageError) as caught:
-        Forced(offload="parameters")  # type: ignore[arg-type]
-    assert caught.value.code == "AP190"
-    with pytest.raises(UsageError) as caught:
-        Forced(offload="optimizer", schedule="pipedream")
-    assert caught.value.code == "AP191"
+        Request(
+            8,
+            forced=Forced(offload="parameters"),
+            features=Features(frozenset({"zero3"})),
+        )
+    assert caught.value.code == "AP186"
     with pytest.raises(UsageError) as caught:
         Request(8, forced=Forced(offload="optimizer"), features=DENIED)
     assert caught.value.code == "AP186"

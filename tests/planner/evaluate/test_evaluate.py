@@ -13,6 +13,7 @@ from random_suites import seeds
 from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.ops.memory import Offload, StateOptions
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import Basis, CostQueries
@@ -63,14 +64,15 @@ def random_stage(
     *,
     on: Cluster | None = None,
     restriction: Restriction | None = None,
-    mode: Recompute | None = None,
-    modes: tuple[Recompute, ...] = RECOMPUTE_MODES,
+    modes: Recompute | tuple[Recompute, ...] = RECOMPUTE_MODES,
+    offload: Offload = "none",
 ) -> tuple[Plan, float, float]:
-    """A plan of random layouts, ZeRO and recomputation (``mode`` of every block if given, else one
-    of ``modes``); its objective and bytes by the tables: by the integer program, which leaves out
+    """A plan of random layouts, ZeRO and recomputation (one of ``modes``, or the mode of every
+    block); its objective and bytes by the tables: by the integer program, which leaves out
     waits for offloaded values, unless some may be offloaded."""
     on = on or cluster(4)
-    prices = Prices(mesh, on, tuple(range(mesh.size)), "fp32", "adamw", rules)
+    ranks = tuple(range(mesh.size))
+    prices = Prices(mesh, on, ranks, "fp32", "adamw", rules, states=StateOptions(offload=offload))
     structure = Structure(graph, blocks)
     model = StageModel(structure, prices, restriction or Restriction(), on.hosts[0].link)
     run = structure.run(0, len(blocks.blocks))
@@ -78,8 +80,8 @@ def random_stage(
     setting = StageOptions(
         num_microbatches=rng.choice((1, 4)),
         zero=rng.randrange(4) if mesh.axes[0] == "dp" else 0,
-        policy=uniform_policy(mode, run.class_counts[0])
-        if mode
+        policy=uniform_policy(modes, run.class_counts[0])
+        if isinstance(modes, str)
         else random_policy(run, rng, modes),
         limit_bytes=1e12,
     )
@@ -102,9 +104,9 @@ def random_stage(
         0.0,
         0.0,
     )
-    request = Request(graph.batch_size * count)
+    request = Request(graph.batch_size * count, offload=offload)
     found = make_plan(structure, on, request, whole, [], (0, {}))
-    if any(map(is_offloaded, (mode or "none", *modes))):
+    if any(map(is_offloaded, [modes] if isinstance(modes, str) else modes)):
         own = answer.cost
         assert cost(problem, choices) <= own.objective(count) * (1 + 1e-9)
         assert memory_bytes(problem.memory, choices) <= own.total_bytes + 1
@@ -133,6 +135,31 @@ def test_random_plans_with_offloaded_blocks_cost_what_the_tables_say(seed: int) 
     assert again.peak_memory_bytes == pytest.approx(num_bytes, abs=1.0)
 
 
+@pytest.mark.parametrize("offload", ["gradients", "parameters"])
+@pytest.mark.parametrize("seed", seeds(8))
+def test_random_plans_with_states_in_host_memory_cost_what_the_tables_say(
+    seed: int, offload: Offload
+) -> None:
+    """Their copies compete with those of activations, and take longer than compute or not."""
+    rng = random.Random(seed)
+    graph, blocks = mlp(3) if seed % 2 else random_graph(seed, 5, num_blocks=3)
+    (host,) = cluster(4).hosts
+    rate = rng.choice((1e7, 1e8, 1e9))
+    device = replace(host.device, kind="cuda", host_link_bytes_per_second=rate)
+    found, objective, num_bytes = random_stage(
+        graph,
+        blocks,
+        MESHES[seed % 3],
+        rng,
+        on=replace(cluster(4), hosts=(replace(host, device=device),)),
+        modes=POLICY_MODES,
+        offload=offload,
+    )
+    again = evaluate(graph, blocks, found, found.cluster)
+    assert again.objective_seconds[0] == pytest.approx(objective, rel=1e-9)
+    assert again.peak_memory_bytes == pytest.approx(num_bytes, abs=1.0)
+
+
 @pytest.mark.parametrize("mode", ["full", "attention", "attention-offloaded"])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_plans_with_tiles_cost_what_the_tables_say(
@@ -140,7 +167,7 @@ def test_random_plans_with_tiles_cost_what_the_tables_say(
 ) -> None:
     cut_all(monkeypatch.setattr)
     rng, mesh = random.Random(seed), (Mesh(("dp",), (2,)), Mesh(("tp",), (4,)))[seed % 2]
-    found, objective, num_bytes = random_stage(*mlp(3, rows=16), mesh, rng, mode=mode)
+    found, objective, num_bytes = random_stage(*mlp(3, rows=16), mesh, rng, modes=mode)
     again = evaluate(*mlp(3, rows=16), found, found.cluster)
     whole = evaluate(*mlp(3, rows=16), replace(found, tiles=1), found.cluster)
     assert found.tiles > 1

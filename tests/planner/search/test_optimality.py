@@ -18,8 +18,12 @@ from marks import slow
 from random_cases import Case, random_case, where_compute_counts
 from solved_cases import SAME, Solved, assert_is_near, best_of_all, found_plan, with_limit
 
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.ops.memory import Offload
 from autoparallel.planner.evaluate.evaluate import evaluate
+from autoparallel.planner.plan import Recompute
 from autoparallel.planner.requests.features import OFFERED_MODES, Features
+from autoparallel.planner.requests.request import Forced
 
 NUM_CASES = 200
 SAMPLE = (1, 7, 10, 15, 17)
@@ -34,12 +38,18 @@ SEEDS = [
     ),
 ]
 
+EVEN = [seed for seed in range(40) if random_case(seed, mixed=False).cluster.num_devices % 2 == 0]
+"""Cases whose devices can share the batch."""
+
 MOST_MISSED, WORST_MISS, MEAN_MISS = 0.25, 0.15, 0.01
 """Of the cases without the best plan: how many of all there may be, how much longer than the best
 one their steps may take, and how much longer all steps may take on average."""
 
 KNOWN_MISSES = {88: 0.22, 120: 0.18}
 """By seed, misses that are worse: the best plans of both have one micro-batch under ZB-H1."""
+
+MISSES_ON_GPUS = {8: 0.64, 13: 0.27, 27: 0.28, 37: 0.2}
+"""By seed, misses with states in host memory; on GPUs three of them miss without these too."""
 
 
 @cache
@@ -70,17 +80,11 @@ def test_the_plan_costs_what_it_says_and_fits(seed: int) -> None:
 def test_of_offloaded_and_recomputed_blocks_a_plan_is_near_the_best(seed: int) -> None:
     """Every mode is offered, and copies to the host take about as long as the compute of a block,
     longer or shorter."""
-    case = random_case(seed, mixed=False)
-    rate = random.Random(seed).choice((1e7, 1e8, 1e9))
-    hosts = tuple(
-        replace(host, device=replace(host.device, host_link_bytes_per_second=rate))
-        for host in case.cluster.hosts
-    )
+    case = with_rate(random_case(seed, mixed=False), random.Random(seed).choice((1e7, 1e8, 1e9)))
     modes = (*OFFERED_MODES[1:],) if len(case.blocks.blocks) > 3 else OFFERED_MODES
     features = Features(changes=frozenset(modes))
     case = replace(
         case,
-        cluster=replace(case.cluster, hosts=hosts),
         request=replace(case.request, features=features),
         memory_share=case.memory_share or 0.6,
     )
@@ -89,6 +93,40 @@ def test_of_offloaded_and_recomputed_blocks_a_plan_is_near_the_best(seed: int) -
     below = math.inf if found is None else found.prediction.step_seconds * (1 + 1e-6)
     own = Solved(case, found, best_of_all(case, below=below))
     assert_is_near(own, WORST_MISS)
+
+
+@pytest.mark.parametrize("states", ["gradients", "parameters"])
+@pytest.mark.parametrize("seed", [*EVEN[:3], *map(slow, EVEN[3:])])
+def test_with_states_in_host_memory_a_plan_is_near_the_best(seed: int, states: Offload) -> None:
+    """Their copies, and in every third case those of activations, take about as long as the
+    compute of a block, longer or shorter."""
+    case = with_rate(random_case(seed, mixed=False), random.Random(seed).choice((1e7, 1e8, 1e9)))
+    mode: Recompute | None = "none-offloaded" if seed % 3 == 0 else None
+    forced = Forced(offload=states, recompute=mode)
+    request = replace(case.request, offload=states, forced=forced)
+    case = replace(case, cluster=on_gpus(case.cluster), request=request)
+    found = found_plan(case)
+    assert found is not None
+    below = found.prediction.step_seconds * (1 + 1e-6)
+    worst = MISSES_ON_GPUS.get(seed, WORST_MISS)
+    assert_is_near(Solved(case, found, best_of_all(case, below=below)), worst)
+    if states == "parameters":
+        assert all(stage.zero == 3 for stage in found.stages)
+
+
+def on_gpus(cluster: Cluster) -> Cluster:
+    """The cluster with devices of a kind whose memory is not the host's."""
+    hosts = (replace(host, device=replace(host.device, kind="cuda")) for host in cluster.hosts)
+    return replace(cluster, hosts=tuple(hosts))
+
+
+def with_rate(case: Case, rate: float) -> Case:
+    """The case with this rate of its hosts' links."""
+    hosts = tuple(
+        replace(host, device=replace(host.device, host_link_bytes_per_second=rate))
+        for host in case.cluster.hosts
+    )
+    return replace(case, cluster=replace(case.cluster, hosts=hosts))
 
 
 def test_few_plans_are_not_the_best_and_none_by_much() -> None:
