@@ -15,7 +15,7 @@ from pathlib import Path
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph.graph import Node
-from autoparallel.planner.ops.attention import DOCUMENT_LENGTH, is_packed
+from autoparallel.planner.ops.attention_limits import DOCUMENT_LENGTH, is_packed
 
 
 def with_lengths(program: Program, path: str | None) -> Program:

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from autoparallel.analysis.facts import bytes_of, grouped_bytes, usable_bytes
 from autoparallel.options.words import bytes_text, seconds_text
+from autoparallel.passes.ops.collectives import local_tensor
 from autoparallel.planner.errors import DeviceMemoryError
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.launch.process import Worker, describe, is_out_of_memory
+from autoparallel.runtime.step.trainer import RankTrainer
 
 STATES = {
     "parameters": ("parameters", "master"),
@@ -23,19 +25,52 @@ STATES = {
     "optimizer states": ("optimizer",),
     "buffers": ("buffers",),
 }
-"""Persistent tensors by the name shown, with their categories in a plan and in
-``runtime.profile.memory_counter.held_by``. All other bytes count as ``OTHER``."""
+"""Persistent tensors by the name shown, with their categories in a plan and in ``held_by``. All
+other bytes count as ``OTHER``."""
 OTHER = "activations and the rest"
 LESS = 0.9
 """Factor from the predicted or available bytes to the suggested limit: a tenth less, because the
 prediction was too low by an unknown amount."""
 
 
+Tensors = Mapping[str, Iterable[Tensor]]
+"""Tensors in memory, by category ("parameters", "gradients", …)."""
+
+
+def held_by(trainer: RankTrainer) -> Tensors:
+    """Return by category the tensors that a rank's trainer keeps between steps, and its
+    gradients."""
+    found: dict[str, list[Tensor]] = {
+        "parameters": [],
+        "master": [],
+        "gradients": [],
+        "optimizer": [],
+        "buffers": [],
+    }
+    for parameter in trainer.model.all_parameters():
+        is_copied = parameter.leaf is None or parameter.has_copy
+        is_master = is_copied and parameter.spec.requires_grad
+        found["master" if is_master else "parameters"].append(parameter.local)
+        copies = (parameter.leaf, parameter.shard, parameter.host_shard)
+        found["parameters"] += [local_tensor(each.detach()) for each in copies if each is not None]
+        gradients = [
+            parameter.gradient,
+            None if parameter.held.grad is None else local_tensor(parameter.held.grad),
+        ]
+        found["gradients"] += [each for each in gradients if each is not None]
+    optimizer = trainer.optimizer
+    for states in () if optimizer is None else optimizer.state.values():
+        found["optimizer"] += [each for each in states.values() if isinstance(each, Tensor)]
+    for stage in trainer.model.stages.values():
+        found["buffers"] += list(stage.buffers())
+    return found
+
+
 @contextmanager
 def explained_memory_errors(
     plan: Plan,
     worker: Worker,
-    held: Callable[[], Mapping[str, Iterable[Tensor]]],
+    held: Callable[[], Tensors],
     peak_bytes: Callable[[], int],
 ) -> Iterator[None]:
     """Turn out-of-memory errors inside the context into DeviceMemoryError AP803, with used bytes.

@@ -44,7 +44,6 @@ from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.messages.shared_objects import Pulse, on_first
 from autoparallel.runtime.parameters.pretrained import Pretrained, open_pretrained
-from autoparallel.runtime.profile.memory_counter import held_by
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
 from autoparallel.runtime.step.trainer import RankTrainer, Trainer
 from autoparallel.runtime.update.optimizer import default_optimizer
@@ -62,7 +61,7 @@ from autoparallel.runtime.verify.verify import verify as run_verification
 from autoparallel.target.target import Target
 from autoparallel.training.data import TrainingData
 from autoparallel.training.elastic_plan import plan_for_ranks
-from autoparallel.training.memory_error import explained_memory_errors
+from autoparallel.training.memory_error import explained_memory_errors, held_by
 from autoparallel.training.restart import Attempt, begin_attempt
 from autoparallel.training.run_setup import open_callbacks, update_options, with_compile_choice
 from autoparallel.training.start import report_verification

@@ -4,7 +4,7 @@
 plan: it is planned, its memory is predicted by running its stages on fake tensors
 (``passes.memory.stage_memory``) and by the rules that the search uses, and it is trained for a few
 steps on as many gloo processes as it has devices, where every storage is counted
-(``runtime.profile.memory_counter``). The batch that the caller holds is in neither.
+(``step_memory``). The batch that the caller holds is in neither.
 """
 
 from __future__ import annotations

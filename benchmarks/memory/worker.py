@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch.distributed as dist
+from step_memory import measure_step
 
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planning.plan_files import load_job
 from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.runtime.profile.memory_counter import measure_step
 from autoparallel.training.worker import make_trainer
 
 WARM_UP_STEPS = 2

@@ -3,7 +3,7 @@
 ``python benchmarks/memory/zero.py [--ranks 2 4] [--write benchmarks/memory/README.md]`` (needs
 root and ``iproute2``). A GPT is trained in bf16 under ZeRO 0 to 3 on gloo processes, each in a
 network namespace of its own. Counted are the bytes of parameters, gradients and optimizer states
-as the last backward of a step begins (``runtime.profile.memory_counter``), and the bytes that each
+as the last backward of a step begins (``step_memory``), and the bytes that each
 rank's interface sends in a step, headers and acknowledgements included. Source of the formulas:
 Rajbhandari et al. 2020, "ZeRO", figure 1 and section 7.
 """
@@ -26,6 +26,7 @@ import links
 import torch
 import torch.distributed as dist
 from ranks import COMPARED_STEPS, on_ranks
+from step_memory import states_before_last_backward
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.ops.memory import GradientDtype, policy, sent_bytes
@@ -36,7 +37,6 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.capture import capture_target, record_target
 from autoparallel.planning.plan import plan_program
-from autoparallel.runtime.profile.memory_counter import states_before_last_backward
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.target.load import load_target
 from autoparallel.target.target import Target

@@ -73,13 +73,5 @@ class Timeline:
         return tuple(sum(each) for each in self.exposed)
 
     @property
-    def longest_span_seconds(self) -> float:
-        """Longest time that a rank takes from the start of its first compute to the end of its
-        last. Papers on zero-bubble schedules report this as a step's seconds: ranks may begin the
-        next step early."""
-        rows = [[each for each in events if each.stream == "compute"] for events in self.events]
-        return max(row[-1].end_seconds - row[0].start_seconds for row in rows if row)
-
-    @property
     def num_devices(self) -> int:
         return sum(self.replicas)

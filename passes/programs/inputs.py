@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ...planner.graph.graph import Graph, Node, Ref
-from ...planner.ops.attention import is_packed
+from ...planner.ops.attention_limits import is_packed
 from ...planner.ops.case import packet
 from ...planner.ops.catalog import spec_of
 

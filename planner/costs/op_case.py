@@ -18,7 +18,8 @@ from typing import Any
 
 from ...cost_model.profile.case import OpCase, ProfileError, TensorCase, canonical
 from ..graph.graph import Node, map_refs
-from ..ops.attention import is_lower_right, unpacked
+from ..ops.attention import is_lower_right
+from ..ops.attention_limits import unpacked
 from ..ops.case import Specs, argument
 from ..ops.catalog import spec_of
 from ..ops.work import Work

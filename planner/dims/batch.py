@@ -31,23 +31,16 @@ _SHIFTS = ("add", "sub", "rsub")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
 
-def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None:
-    """Return, by node, the batch dimension of each output (None without one); None for the graph if
-    the batch cannot be followed through it.
-
-    Inputs whose first dimension is ``graph.batch_size`` are taken as batched. A constant gets a
-    batch dimension only if its rows along it are provably equal, so that repeating a row gives it
-    any batch size. Returns None if rows are mixed before the loss, or if ``batch_size`` is below 2.
-    """
-    found = find_batch(graph)
-    return None if found is None else found[0]
-
-
 def find_batch(
     graph: Graph,
 ) -> tuple[Mapping[str, tuple[int | None, ...]], Accumulation] | None:
-    """Return the batch dimensions of ``find_batch_dims``, and the rules by which the losses of
-    micro-batches add up to the batch's; None if the batch cannot be followed.
+    """Return, by node, the batch dimension of each output (None without one), and the rules by
+    which the losses of micro-batches add up to the batch's; None for both if the batch cannot be
+    followed: rows are mixed before the loss, or ``batch_size`` is below 2.
+
+    Inputs whose first dimension is ``graph.batch_size`` are taken as batched. A constant gets a
+    batch dimension only if its rows along it are provably equal, so that repeating a row gives it
+    any batch size.
 
     A sum over rows that depends on no parameter (a count) may be used like a value without rows: it
     becomes one of ``Accumulation.totals``. So may any other, but then rows meet in its users, which

@@ -20,7 +20,8 @@ from ..graph.graph import Graph, Node, Ref
 from ..graph.layout import AxisStrategy, shard
 from ..graph.positions import Dims, position_dims
 from ..ops import axis_strategies
-from ..ops.attention import is_attention, is_packed, window_of
+from ..ops.attention import is_attention
+from ..ops.attention_limits import is_packed, window_of
 from ..ops.case import argument, packet
 from ..ops.catalog import has_classes, is_pointwise, spec_of
 

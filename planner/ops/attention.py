@@ -54,6 +54,7 @@ from ..graph.layout import (
     shard,
 )
 from .annotation import Signature
+from .attention_limits import is_packed, unpacked, window_of
 from .case import Case, Specs, annotate, argument, packet
 from .elementwise import UNARY
 from .spec import Product, Products, by, statistic_bytes
@@ -65,10 +66,6 @@ RING_ATTENTION = "autoparallel.ring_attention.default"
 BALANCED_RING = "autoparallel.balanced_ring_attention.default"
 """Ops of one rank's part of ring attention, without and with causality, whose fourth argument is
 the number of ranks (``passes.ops.ring``)."""
-
-DOCUMENT_LENGTH = "document_length"
-"""Argument of attention within packed documents, for prices alone: the mean length of a document.
-Ops do not take it."""
 
 HALO_ATTENTION = "autoparallel.halo_attention.default"
 """Op of one rank's part of attention with a window, whose fourth argument is the number of
@@ -93,53 +90,6 @@ def is_grouped(node: Node) -> bool:
 def is_attention(node: Node) -> bool:
     """Return whether a node is fused attention, with a window or without."""
     return node.kind == "op" and packet(node.op) == ATTENTION.name
-
-
-def window_of(node: Node) -> int:
-    """Return the number of keys that a query sees at most; 0 without a window."""
-    return int(node.kwargs.get("window", 0))
-
-
-def is_packed(node: Node) -> bool:
-    """Return whether a node is attention within documents that are packed into sequences, whose ids
-    are its last input (``passes.ops.documents``)."""
-    return node.kind == "op" and "documents" in node.kwargs
-
-
-def unpacked(node: Node, inputs: Specs) -> tuple[Node, Specs]:
-    """Return a node and its inputs; for attention within packed documents, attention of whole
-    sequences, or of the mean length of a document if it is known. It has a window only if that is
-    at most half of them."""
-    if not is_packed(node):
-        return node, inputs[: len(node.inputs)]
-    node, inputs = _in_documents(node, inputs[:3])
-    is_narrow = 0 < 2 * window_of(node) <= inputs[1].shape[-2]
-    left_out = ("documents",) if is_narrow else ("documents", "window")
-    kwargs = {name: value for name, value in node.kwargs.items() if name not in left_out}
-    op = node.op if is_narrow else f"aten.{ATTENTION.name}.default"
-    return replace(node, op=op, kwargs=kwargs), inputs
-
-
-def _in_documents(node: Node, inputs: Specs) -> tuple[Node, Specs]:
-    """Return attention in which each document is a row of a batch, if their length is known. A rank
-    with a part of a document has its last queries."""
-    length = int(node.kwargs.get(DOCUMENT_LENGTH, 0))
-    if not length:
-        return node, inputs
-    query, key = (spec.shape for spec in inputs[:2])
-    number = max(1, query[-2] // length)
-    rows = query[-2] // number
-    columns = min(key[-2], max(rows, length))
-
-    def cut(spec: TensorSpec, positions: int) -> TensorSpec:
-        return replace(
-            spec, shape=(spec.shape[0] * number, *spec.shape[1:-2], positions, spec.shape[-1])
-        )
-
-    kwargs = {name: value for name, value in node.kwargs.items() if name != DOCUMENT_LENGTH}
-    outputs = tuple(cut(spec, columns) for spec in node.outputs)
-    made = replace(node, kwargs=kwargs, outputs=outputs)
-    return made, tuple(map(cut, inputs, (rows, columns, columns)))
 
 
 def _keys_seen(node: Node, inputs: Specs) -> int:
@@ -358,11 +308,6 @@ def _products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
     return own, own if wanted else ()
 
 
-def _own_product(inputs: Specs) -> tuple[Product, ...]:
-    query, key = inputs[:2]
-    return ((prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]),)
-
-
 def _halves(node: Node, query: TensorSpec) -> tuple[Product, ...]:
     heads, length, size = prod(query.shape[:-2]), query.shape[-2], query.shape[-1]
     halves = (length - length // 2, length // 2)
@@ -401,7 +346,8 @@ def num_steps(node: Node) -> int:
 
 def _ring_products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
     """Return the products of every step: with causality half of the pairs of each."""
-    ((heads, rows, columns, size),) = _own_product(inputs)
+    heads, rows, size = prod(inputs[0].shape[:-2]), *inputs[0].shape[-2:]
+    columns = inputs[1].shape[-2]
     later = columns // 2 if node.op == BALANCED_RING else columns
     each = ((heads, rows, columns, size), *[(heads, rows, later, size)] * (num_steps(node) - 1))
     return each, each if wanted else ()

@@ -48,13 +48,12 @@ from ..graph.layout import (
 from .attention import (
     BALANCED_ATTENTION,
     BALANCED_RING,
-    DOCUMENT_LENGTH,
     HALO_ATTENTION,
     RING_ATTENTION,
     halo_parts,
     ring_axes,
-    window_of,
 )
+from .attention_limits import DOCUMENT_LENGTH, window_of
 from .case import argument, packet
 from .catalog import is_pointwise, spec_named
 from .products import expert_pairs

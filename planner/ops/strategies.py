@@ -31,7 +31,8 @@ from ..graph.layout import (
     shard,
 )
 from .annotation import FLOATS, Signature
-from .attention import balanced_strategies, grouped_strategies, is_packed, ring_strategies
+from .attention import balanced_strategies, grouped_strategies, ring_strategies
+from .attention_limits import is_packed
 from .case import Case
 from .catalog import signature_of
 

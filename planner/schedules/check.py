@@ -47,21 +47,6 @@ def check_schedule(schedule: Schedule) -> None:
         _check_versions(schedule)
 
 
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return, for each stage, the most micro-batches whose activations it holds at once.
-
-    A micro-batch is held from its forward to its backward (to its weight backward if the backward
-    is split); without a backward, during its forward only. A sliced micro-batch counts while any of
-    its slices is held.
-    """
-    peaks = [0] * schedule.num_stages
-    for row in schedule.table:
-        for held in _held_through(row):
-            for stage, count in held.items():
-                peaks[stage] = max(peaks[stage], count)
-    return tuple(peaks)
-
-
 def peak_of_ranks(schedule: Schedule) -> tuple[int, ...]:
     """Return, for each rank, the most micro-batches that its stages together hold at once."""
     return tuple(

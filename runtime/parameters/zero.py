@@ -325,17 +325,6 @@ def _sharded_parameters(stage: nn.Module) -> Iterator[FSDPParam]:
         yield from group.fsdp_params
 
 
-def gathered_copies(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield for each sharded parameter its gathered tensor (without memory while not gathered), and
-    its whole gradient if that is summed but not yet reduced, else None."""
-    for group in _parameter_groups(stage) if stage.is_fully_sharded else ():
-        for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
-                summed = parameter.unsharded_accumulated_grad
-                whole = parameter._unsharded_param
-                yield whole, whole.grad if summed is None else summed
-
-
 def partial_sums(stage: StageModule) -> Iterator[Tensor]:
     """Yield the sums of gradients over micro-batches that are still to be summed over groups."""
     for group in _parameter_groups(stage) if stage.is_fully_sharded else ():

@@ -22,7 +22,8 @@ from ...passes.tracing.counter_random import batch_dims, counter_random
 from ...planner.errors import UsageError
 from ...planner.graph.graph import Graph, Node
 from ...planner.graph.layout import region_slices
-from ...planner.ops.attention import is_attention, is_packed, window_of
+from ...planner.ops.attention import is_attention
+from ...planner.ops.attention_limits import is_packed, window_of
 from ...planner.plan import Plan, Precision
 from ..messages.shared_objects import on_first, share_value
 from ..parameters.parameters import StageParameter

@@ -41,12 +41,12 @@ from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.pins import match_pins, parse_pin
 from autoparallel.planning.capture import capture_model
 from autoparallel.planning.plan import plan_program
-from autoparallel.runtime.profile.memory_counter import measure_step, states_before_last_backward
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.verify import collect
 from autoparallel.target.load import load_target
 from autoparallel.target.lora import add_lora, parse_lora
 from autoparallel.target.target import Target
+from benchmarks.memory.step_memory import measure_step, states_before_last_backward
 
 NF4Tensor = pytest.importorskip("torchao.quantization").NF4Tensor
 

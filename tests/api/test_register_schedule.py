@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from commands import run_python
 from marks import slow
+from schedule_tables import peak_in_flight
 from small_graphs import cluster, mlp
 
 import autoparallel
@@ -23,7 +24,6 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.find_plan import plan
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.schedules.catalogue import stages_of_ranks
-from autoparallel.planner.schedules.check import peak_in_flight
 from autoparallel.planner.schedules.held import half_pairs, stage_half_pairs
 from autoparallel.planner.schedules.schedules import (
     REGISTERED,

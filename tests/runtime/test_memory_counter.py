@@ -18,9 +18,9 @@ from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.capture import capture_program, capture_target
 from autoparallel.planning.capture import record_target as record
 from autoparallel.planning.plan import plan_program
-from autoparallel.runtime.profile.memory_counter import MemoryReport, measure_peak, measure_step
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.target.load import load_target
+from benchmarks.memory.step_memory import MemoryReport, measure_peak, measure_step
 
 BOUND = 0.05
 

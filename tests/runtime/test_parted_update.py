@@ -28,12 +28,12 @@ from autoparallel.planner.plan import Precision
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.parameters.parameters import StageParameter
-from autoparallel.runtime.profile.memory_counter import states_before_last_backward
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.update import update
 from autoparallel.runtime.update.optimizer import GradientNorm
 from autoparallel.runtime.update.update import UpdateOptions
 from autoparallel.target.load import load_target
+from benchmarks.memory.step_memory import states_before_last_backward
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"n_layer": 2, "d_model": 64, "n_head": 2, "seq": 16, "vocab": 64}

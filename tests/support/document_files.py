@@ -29,7 +29,8 @@ SETUP: dict[str, tuple[str, ...]] = {
         "autoparallel plan model.py --cluster 2x8xH100 --global-batch 64 -o plan.json",
     ),
     "docs/extensions.md": (NET,),
-    "docs/training.md": (NET, LLAMA),
+    "docs/training.md": (NET,),
+    "docs/sequences.md": (LLAMA,),
 }
 
 _TORCH = "import torch, autoparallel\ntorch.manual_seed(0)\n"

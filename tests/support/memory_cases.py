@@ -19,8 +19,8 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import loads
 from autoparallel.planner.stage.stage_cost import combine_bytes
 from autoparallel.planner.variants.replicas import stages_of_ranks
-from autoparallel.runtime.profile.memory_counter import measure_step
 from autoparallel.runtime.step.trainer import Trainer
+from benchmarks.memory.step_memory import measure_step
 
 WIDTH, SEQ, ROWS = 256, 64, 4
 """A message is 0.26 MB, a layer keeps 4 MB of a micro-batch; a rank holds 50 MB of states."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,6 @@ from counted_calls import num_calls
 
 from autoparallel.planner.dims.batch import (
     find_batch,
-    find_batch_dims,
     meeting,
     meeting_text,
     rows_apart,
@@ -39,6 +39,11 @@ def constant(name: str, path: str, args: tuple[Any, ...], *shape: int) -> Node:
 
 def graph(*nodes: Node) -> Graph:
     return Graph(nodes, Ref(nodes[-1].name), 2)
+
+
+def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None:
+    found = find_batch(graph)
+    return None if found is None else found[0]
 
 
 def mean(of: str) -> Node:

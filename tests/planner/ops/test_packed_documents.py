@@ -11,7 +11,7 @@ from autoparallel.planner.costs.op_case import op_case
 from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
 from autoparallel.planner.graph.layout import BALANCED, RING
 from autoparallel.planner.ops import work
-from autoparallel.planner.ops.attention import DOCUMENT_LENGTH, unpacked
+from autoparallel.planner.ops.attention_limits import DOCUMENT_LENGTH, unpacked
 from autoparallel.planner.ops.experts import BALANCED_ATTENTION, as_run
 from autoparallel.planner.ops.work import Work
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_tables import peak_in_flight
 
 from autoparallel.cost_model.simulator.actions import (
     Action,
@@ -18,7 +19,7 @@ from autoparallel.cost_model.simulator.actions import (
 )
 from autoparallel.planner.errors import PlanError, UsageError
 from autoparallel.planner.requests.request import SCHEDULES as RUN_SCHEDULES
-from autoparallel.planner.schedules.check import check_schedule, peak_in_flight
+from autoparallel.planner.schedules.check import check_schedule
 from autoparallel.planner.schedules.orders import depths, round_size
 from autoparallel.planner.schedules.schedules import LOOPED, SCHEDULES, build_schedule, in_flight
 

@@ -1,6 +1,7 @@
 """Properties of every schedule: no deadlock, published memory, torch's own tables."""
 
 import pytest
+from schedule_tables import peak_in_flight
 
 from autoparallel.cost_model.simulator.actions import (
     COMPUTE,
@@ -14,7 +15,6 @@ from autoparallel.cost_model.simulator.actions import (
 from autoparallel.planner.errors import PlanError, UsageError
 from autoparallel.planner.schedules.check import (
     check_schedule,
-    peak_in_flight,
     peak_of_ranks,
     sends_under_way,
 )

@@ -13,22 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ...cost_model.ops.memory import allocated_bytes
-from ...passes.memory.storages import LiveBytes
-from ...passes.ops.collectives import local_tensor
-from ..parameters.zero import gathered_copies, partial_sums
-
-if TYPE_CHECKING:
-    from ..parameters.stage import StageModule
-    from ..step.trainer import RankTrainer, Trainer
-
-Tensors = Mapping[str, Iterable[Tensor]]
-"""Tensors in memory, by category ("parameters", "gradients", …)."""
+from autoparallel.cost_model.ops.memory import allocated_bytes
+from autoparallel.passes.memory.storages import LiveBytes
+from autoparallel.passes.ops.collectives import local_tensor
+from autoparallel.runtime.parameters.stage import StageModule
+from autoparallel.runtime.parameters.zero import _parameter_groups, partial_sums
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.training.memory_error import Tensors, held_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,33 +85,15 @@ def _mark(live: LiveBytes, held: Tensors) -> None:
         live.mark(tensors, category)
 
 
-def held_by(trainer: RankTrainer) -> Tensors:
-    """Return by category the tensors that a rank's trainer keeps between steps, and its
-    gradients."""
-    found: dict[str, list[Tensor]] = {
-        "parameters": [],
-        "master": [],
-        "gradients": [],
-        "optimizer": [],
-        "buffers": [],
-    }
-    for parameter in trainer.model.all_parameters():
-        is_copied = parameter.leaf is None or parameter.has_copy
-        is_master = is_copied and parameter.spec.requires_grad
-        found["master" if is_master else "parameters"].append(parameter.local)
-        copies = (parameter.leaf, parameter.shard, parameter.host_shard)
-        found["parameters"] += [local_tensor(each.detach()) for each in copies if each is not None]
-        gradients = [
-            parameter.gradient,
-            None if parameter.held.grad is None else local_tensor(parameter.held.grad),
-        ]
-        found["gradients"] += [each for each in gradients if each is not None]
-    optimizer = trainer.optimizer
-    for states in () if optimizer is None else optimizer.state.values():
-        found["optimizer"] += [each for each in states.values() if isinstance(each, Tensor)]
-    for stage in trainer.model.stages.values():
-        found["buffers"] += list(stage.buffers())
-    return found
+def gathered_copies(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield for each sharded parameter its gathered tensor (without memory while not gathered), and
+    its whole gradient if that is summed but not yet reduced, else None."""
+    for group in _parameter_groups(stage) if stage.is_fully_sharded else ():
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                summed = parameter.unsharded_accumulated_grad
+                whole = parameter._unsharded_param
+                yield whole, whole.grad if summed is None else summed
 
 
 def states_of(trainer: Trainer) -> dict[str, int]:
