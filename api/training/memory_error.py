@@ -33,11 +33,7 @@ LESS = 0.9
 prediction was too low by an unknown amount."""
 
 
-Tensors = Mapping[str, Iterable[Tensor]]
-"""Tensors in memory, by category ("parameters", "gradients", …)."""
-
-
-def held_by(trainer: RankTrainer) -> Tensors:
+def held_by(trainer: RankTrainer) -> Mapping[str, Iterable[Tensor]]:
     """Return by category the tensors that a rank's trainer keeps between steps, and its
     gradients."""
     found: dict[str, list[Tensor]] = {
@@ -70,7 +66,7 @@ def held_by(trainer: RankTrainer) -> Tensors:
 def explained_memory_errors(
     plan: Plan,
     worker: Worker,
-    held: Callable[[], Tensors],
+    held: Callable[[], Mapping[str, Iterable[Tensor]]],
     peak_bytes: Callable[[], int],
 ) -> Iterator[None]:
     """Turn out-of-memory errors inside the context into DeviceMemoryError AP803, with used bytes.

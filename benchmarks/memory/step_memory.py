@@ -23,7 +23,10 @@ from autoparallel.passes.ops.collectives import local_tensor
 from autoparallel.runtime.parameters.stage import StageModule
 from autoparallel.runtime.parameters.zero import _parameter_groups, partial_sums
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.training.memory_error import Tensors, held_by
+from autoparallel.training.memory_error import held_by
+
+Tensors = Mapping[str, Iterable[Tensor]]
+"""Tensors in memory, by category ("parameters", "gradients", …)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ start with what their senders held when the round began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -49,10 +49,6 @@ class Table:
     def host_of(self) -> tuple[int, ...]:
         """Return the index of each rank's host."""
         return tuple(host for host, count in enumerate(self.hosts) for _ in range(count))
-
-    def messages(self) -> Iterator[Message]:
-        for messages in self.rounds:
-            yield from messages
 
 
 class Levels(NamedTuple):

@@ -100,19 +100,16 @@ def shared_document_attention(
     received = tuple(
         sum(chunk // count == owner for chunk in taken[place]) for owner in range(len(taken))
     )
-    chunks = query.chunk(count, -2)
-    rows = torch.stack([chunks[at].flatten() for at in order])
-    parts = Parts(lambda: (sent, received, ()))
-    rows = exchange(rank, rows, parts, axes)
+    chunks, parts = query.chunk(count, -2), Parts(lambda: (sent, received, ()))
+    rows = exchange(rank, torch.stack([chunks[at].flatten() for at in order]), parts, axes)
     found = [
         attend_upto((at + 1) * (length // count), row.view(chunks[0].shape), key, value, **options)
         for at, row in zip(taken[place], rows, strict=True)
     ]
-    shape = found[0].shape
     rows = torch.stack([each.flatten() for each in found])
     rows = exchange(rank, rows, parts.back(), axes)
     results = dict(zip(order, rows, strict=True))
-    return torch.cat([results[at].view(shape) for at in range(count)], -2)
+    return torch.cat([results[at].view(found[0].shape) for at in range(count)], -2)
 
 
 def grouped_attention(

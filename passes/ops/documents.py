@@ -60,10 +60,6 @@ class Bounds:
     rows: tuple[tuple[int, ...], ...]
     is_repeated: bool
 
-    @property
-    def longest(self) -> int:
-        return max(end - start for row in self.rows for start, end in pairwise(row))
-
 
 def bounds_of(documents: Tensor) -> Bounds:
     """Return the bounds of the documents with these ids (..., S). A tensor keeps its bounds, so
@@ -140,7 +136,7 @@ def document_attention(
     packed = Packed(bounds, end, scale)
     if bounds.is_repeated:
         return _under_masks(query, key, value, documents, end, window, scale)
-    if window and window < bounds.longest:
+    if window and window < max(b - a for row in bounds.rows for a, b in pairwise(row)):
         return packed.windowed(query, key, value, window)
     result: Tensor = AttentionInParts.apply(packed, query, key, value)  # type: ignore[no-untyped-call]
     return result

@@ -145,19 +145,14 @@ def _is_count(graph: Graph, name: str) -> bool:
 def sums_up(graph: Graph, sums: Collection[str]) -> bool:
     """Return whether the loss, or a part of it, has a sum over samples, one of the nodes ``sums``,
     that is not divided by another one, such as the number of targets."""
-    pending, seen = [graph.loss], set[Ref]()
-    while pending:
-        ref = pending.pop()
-        if ref in seen:
-            continue
-        seen.add(ref)
-        if ref.name in sums:
-            return True
-        node = graph[ref.name]
-        divisors = node.inputs[1:] if packet(node.op) == "div" else ()
-        if not any(each.name in sums for by in divisors for each in _sources(graph, by)):
-            pending.extend(node.inputs)
-    return False
+    ratios = (
+        node
+        for node in graph
+        if packet(node.op) == "div"
+        and any(each.name in sums for by in node.inputs[1:] for each in _sources(graph, by))
+    )
+    found = _sources(graph, graph.loss, tuple(Ref(node.name) for node in ratios))
+    return any(node.name in sums for node in found)
 
 
 def is_mean(node: Node) -> bool:

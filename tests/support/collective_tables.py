@@ -95,7 +95,7 @@ def busiest_bytes(table: Table) -> Levels:
     """Return the bytes that the busiest rank sends or receives over the whole table, within and
     between hosts, as multiples of the tensor's bytes. They bound a pipelined algorithm's time from
     below."""
-    return _busiest_tensors(table, (tuple(table.messages()),))
+    return _busiest_tensors(table, (tuple(m for each in table.rounds for m in each),))
 
 
 def _busiest_tensors(table: Table, rounds: Rounds) -> Levels:
@@ -108,5 +108,5 @@ def _busiest_tensors(table: Table, rounds: Rounds) -> Levels:
 
 def sent_bytes(table: Table, rank: int) -> float:
     """Return the bytes that ``rank`` sends in all, as a multiple of the tensor's bytes."""
-    sent = sum(len(m.parts) for m in table.messages() if m.sender == rank)
+    sent = sum(len(m.parts) for each in table.rounds for m in each if m.sender == rank)
     return sent / table.num_parts

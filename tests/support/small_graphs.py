@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
-from autoparallel.planner.dims.batch import find_batch_dims
+from autoparallel.planner.dims.batch import find_batch
 from autoparallel.planner.graph.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
 
 
@@ -51,7 +51,7 @@ def weight(name: str, *shape: int) -> Node:
 
 
 def with_batch(graph: Graph) -> Graph:
-    dims = find_batch_dims(graph)
+    dims, _ = find_batch(graph) or (None, None)
     assert dims is not None
     return replace(graph, batch_dims=dims)
 
