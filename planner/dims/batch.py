@@ -125,26 +125,20 @@ def _accumulation(graph: Graph, labels: _Labels, propagation: _Propagation) -> A
     means = [name for name, ref in changing.items() if labels.get(ref) == PARTIAL]
     equal = [name for name, ref in changing.items() if is_steady(graph, ref, totals)]
     if mixing or {*changing} > {*means, *equal}:
-        # Micro-batches run as steps of their own, in which only a count adds up.
-        counted, totals, equal = [], (), []
-        means = [name for name in means if _is_count(graph, name)]
-        sums = sums if means or sums_up(graph, sums) else []
-        mixing += [ref.name for name, ref in changing.items() if name not in means]
+        # Micro-batches run as steps of their own, of which only sums in the loss add up.
+        sums = _added(graph, sums, propagation.used_whole)
+        counted, totals, means, equal = [], (), [], []
+        mixing += [ref.name for ref in changing.values()]
     of_all = tuple(name for name in changing if name in (*means, *equal))
     return Accumulation(tuple(sums), tuple(counted), totals, tuple(dict.fromkeys(mixing)), of_all)
 
 
-def _is_count(graph: Graph, name: str) -> bool:
-    """Return whether a buffer's new value is the old one plus a value without it, and nothing else
-    reads the old one."""
-    update = graph[graph.updates[name].name]
-    users = graph.users[name]
-    return packet(update.op) == "add" and users == (update.name,) and update.args[0] == Ref(name)
-
-
-def sums_up(graph: Graph, sums: Collection[str]) -> bool:
-    """Return whether the loss, or a part of it, has a sum over samples, one of the nodes ``sums``,
-    that is not divided by another one, such as the number of targets."""
+def _added(graph: Graph, sums: Collection[str], whole: Collection[Ref]) -> list[str]:
+    """Return those of the ``sums`` over samples that add up in the loss: no node uses them whole,
+    as values of all samples (``whole``), or divides them by another sum, such as the number of
+    targets."""
+    graph = replace(graph, updates={})
+    inner = {node.name for ref in whole for node in _sources(graph, ref)}
     ratios = (
         node
         for node in graph
@@ -152,7 +146,7 @@ def sums_up(graph: Graph, sums: Collection[str]) -> bool:
         and any(each.name in sums for by in node.inputs[1:] for each in _sources(graph, by))
     )
     found = _sources(graph, graph.loss, tuple(Ref(node.name) for node in ratios))
-    return any(node.name in sums for node in found)
+    return [node.name for node in found if node.name in sums and node.name not in inner]
 
 
 def is_mean(node: Node) -> bool:
@@ -222,6 +216,11 @@ class _Propagation:
         self._candidates: dict[tuple[Any, ...], list[AxisStrategy]] = {}
         self._verdicts: dict[tuple[Any, ...], bool] = {}
         self._equal_rows: dict[tuple[Ref, int], bool] = {}
+
+    @property
+    def used_whole(self) -> set[Ref]:
+        """Sums over rows that some node uses whole."""
+        return {*self.totals, *self._met}
 
     def run(self) -> _Labels | None:
         operations = [node for node in self.graph if node.kind == "op"]

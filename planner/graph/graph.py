@@ -257,7 +257,7 @@ class Accumulation:
         replaced, for the nodes that use it, by its sum over all micro-batches.
     ``mixing`` are nodes in which rows see each other (``batch_norm``, a product of two means): with
     several micro-batches rows see rows of their micro-batch only, as in gradient accumulation, and
-    nothing is ``counted`` or in ``totals``; of the ``sums`` none if all are divided by sums.
+    nothing is ``counted``, in ``totals`` or ``means``; ``sums`` are those that the loss adds up.
     ``means`` are buffers (counts of tokens) whose new value is the mean of the values that the
     micro-batches make of the old one.
     """

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map_only
 from ...cost_model.simulator.actions import Weights
 from ...passes.ops.random_ops import step_key
 from ...passes.tracing.counter_random import counter_random
-from ...planner.dims.batch import meeting, meeting_text, sums_up
+from ...planner.dims.batch import meeting, meeting_text
 from ...planner.errors import UsageError
 from ..data.rank_batch import microbatch_rows
 from ..data.variants import Variant
@@ -119,7 +119,7 @@ def reference_split(planned: Variant, batch: Batch) -> tuple[Batch, ...]:
         count //= planned.schedule.per_update
     if count == 1:
         return (batch,)
-    if met is not None and sums_up(graph, graph.accumulation.sums):
+    if met is not None and graph.accumulation.sums:
         raise UsageError(
             "AP949",
             f"a step of {count} micro-batches cannot be compared with the model alone",
