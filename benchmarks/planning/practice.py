@@ -335,6 +335,7 @@ def compared(setting: Setting, time_limit: float) -> Compared:
             precision=setting.precision,
             micro_batch=micro_batch,
             forced=parse_parallel(parallel or None),
+            deny=("offload",) if parallel else (),  # no practice has states in host memory
             time_limit_seconds=time_limit,
         )
         return plan_program(program, target, cluster, own)

@@ -95,7 +95,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 10, STATED),
     ("exceptions from formatting (fmt: skip, fmt: off)", 0, KERNELS),
     ("pages of docs/ without docs/adr/", 20, LONG),
-    ("words of docs/ without docs/adr/ and generated pages", 30515, LONG),
+    ("words of docs/ without docs/adr/ and generated pages", 30468, LONG),
     ("words of CHANGELOG.md", 354, LONG),
     ("words of README.md", 1453, LONG),
     ("tests: lines", 78835, LONG),
