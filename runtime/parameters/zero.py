@@ -249,7 +249,7 @@ def _set_prefetch(stage: StageModule, units: list[list[FSDPModule]]) -> None:
 class _HostShard(FSDPParam):
     """Parameter of ``fully_shard`` whose shard is gathered from host memory: ``padded``, in the
     stream in which a gathering begins. Its ``sharded_param`` on the device has no memory, and gets
-    gradients only. FSDP2's ``CPUOffloadPolicy`` instead moves gradients too, where the host waits
+    gradients only. FSDP2's CPUOffloadPolicy instead moves gradients too, where the host waits
     for each if it sums them over micro-batches."""
 
     padded: Tensor
