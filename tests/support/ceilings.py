@@ -98,7 +98,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 30468, LONG),
     ("words of CHANGELOG.md", 354, LONG),
     ("words of README.md", 1453, LONG),
-    ("tests: lines", 78835, LONG),
+    ("tests: lines", 78837, LONG),
     ("tests: files", 493, LONG),
     ("tests: flat files", 20),
 )

@@ -48,6 +48,7 @@ from autoparallel.planner.ops.experts import BALANCED_ATTENTION, as_run
 from autoparallel.planner.ops.saved import saved_extra_bytes
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Forced, Request
 from examples.gpt import GPT, example_batch
 
@@ -251,14 +252,15 @@ def test_it_is_measured_as_the_call_of_the_first_rank() -> None:
 
 
 def planned(bytes_per_second: float) -> Plan:
-    """A GPT of long sequences on two devices, its positions split."""
+    """A GPT of long sequences on two devices, its positions split and keys gathered."""
     with torch.device("meta"):
         model = GPT(n_layer=2, d_model=64, n_head=4, seq=2048, vocab=64, tied=False)
     own = capture(model, example_batch(2, 2048), dtype="float32")
     toys = cluster(2, bytes_per_second=bytes_per_second, flops=1e11)
     link = Link("wire", 1e-6, bytes_per_second)
     toys = replace(toys, hosts=(Host(toys.hosts[0].device, 2, link),))
-    request = Request(global_batch=2, precision="fp32", forced=Forced(cp=2))
+    features = Features(frozenset({"ring", "ulysses"}))
+    request = Request(global_batch=2, precision="fp32", forced=Forced(cp=2), features=features)
     return plan(own.graph, own.blocks, toys, request)
 
 
