@@ -123,8 +123,8 @@ def _bucket_seconds(model: PlanModel, shapes: Iterable[Shape]) -> Iterator[tuple
             continue
         (own,) = variant.slices
         program = replace(model.program, graph=own.graph, blocks=own.blocks)
-        graph, basis = priced(program, model.target, plan.cluster, model.options)
-        found = Evaluator(graph, own.blocks, basis=basis).evaluation(own.plan, plan.cluster)
+        graph, used = priced(program, model.target, plan.cluster, model.options)
+        found = Evaluator(graph, own.blocks, basis=used).evaluation(own.plan, plan.cluster)
         yield shape, ratio * found.step_seconds
 
 

@@ -115,7 +115,7 @@ def config(own: Configuration, global_batch: int) -> dict[str, Any]:
     }
     if own.optimizer.startswith("sgd") and own.zero:
         found["zero_allow_untested_optimizer"] = True  # DeepSpeed refuses SGD otherwise
-    if own.offload != "none":  # gradients too
+    if own.offload != "none":  # with the optimizer's states DeepSpeed offloads gradients
         found["zero_optimization"]["offload_optimizer"] = dict(IN_HOST_MEMORY)
     if own.offload == "parameters" and own.zero == 3:
         found["zero_optimization"]["offload_param"] = dict(IN_HOST_MEMORY)

@@ -347,11 +347,11 @@ class Simulation:
         during a forward, or backward, from ``start`` to ``end``, and copies to and from the
         host."""
         kind, stage, m, part = action
-        copies = self.costs.backward_copies_seconds
-        copies = self.costs.forward_copies_seconds if kind == FORWARD else copies
+        own = self.costs
+        copies = own.forward_copies_seconds if kind == FORWARD else own.backward_copies_seconds
         if kind != WEIGHT_BACKWARD and copies and copies[stage]:
             rank.events.append(Event(action, start, min(start + copies[stage], end), "host copies"))
-        forward, backward = self.costs.forward_states_seconds, self.costs.backward_states_seconds
+        forward, backward = own.forward_states_seconds, own.backward_states_seconds
         if kind == FORWARD and forward and forward[stage]:
             end = min(start + forward[stage], end)
             gather = Action(GATHER, stage, m, part)

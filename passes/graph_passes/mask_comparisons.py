@@ -83,10 +83,8 @@ def _triangle_band(graph: Graph, node: Node) -> Band | None:
         return ALL if shape[-1:] == shape[-2:-1] else None
     if not (name == "tril" or name == "triu"):
         return None
-    whole, diagonal = (
-        _triangle_band(graph, graph[node.inputs[0].name]),
-        argument(node, 1, "diagonal", 0),
-    )
+    whole = _triangle_band(graph, graph[node.inputs[0].name])
+    diagonal = argument(node, 1, "diagonal", 0)
     after, before = (diagonal, None) if name == "tril" else (None, -diagonal)
     if whole is None or min(after or 0, before or 0) < 0:
         return None
@@ -94,6 +92,7 @@ def _triangle_band(graph: Graph, node: Node) -> Band | None:
 
 
 def least(limits: Iterable[int | None]) -> int | None:
+    """Return the least of the limits that are set; None if none is."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from ...planner.graph.graph import Graph, Node, Ref, TensorSpec, map_refs
+from ...planner.ops.attention_limits import SDPA
 from ..ops.torch_ops import is_pointwise
 from ..programs.constants import ancestors, evaluate_constants
 from .hoist import drop_dead
 from .mask_comparisons import ALL, Band, conjunction_band
 
 WINDOWED = "autoparallel.scaled_dot_product_attention.default"
-SDPA = "aten.scaled_dot_product_attention.default"
 LIMIT_ELEMENTS = 2**28
 CHECKED_ELEMENTS = 2**24
 """Most elements of a constant at the full batch size for which its rows are compared at that size,
@@ -111,6 +111,7 @@ def _masks_attention(graph: Graph, name: str) -> bool:
 
 
 def mask_of(node: Node) -> Any:
+    """Return the mask of a node that is torch's attention; None without one, and for others."""
     if node.op != SDPA:
         return None
     return node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
@@ -164,6 +165,7 @@ def _band(mask: Tensor) -> Band | None:
 
 
 def without_mask(node: Node, *, causal: bool, window: int) -> Node:
+    """Return an attention with flags in place of its mask; ``window``: 0 for none."""
     args = (*node.args[:3],)
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     was_causal = bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False))

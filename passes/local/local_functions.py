@@ -42,7 +42,7 @@ def split_causal_attention(
     rank: Rank, query: Tensor, key: Tensor, value: Tensor, *, axes: tuple[int, ...], **options: Any
 ) -> Tensor:
     """Compute causal attention for this rank's queries, whose positions are split over mesh axes
-    ``axes``; the rank has all keys and values."""
+    ``axes``; the rank has all keys and values. Ranks share packed documents by their lengths."""
     if axes and "documents" in options:
         return shared_document_attention(rank, query, key, value, axes=axes, **options)
     start, _ = part_of(rank, query.shape[-2], axes)
@@ -62,9 +62,7 @@ def balanced_causal_attention(
     """Compute causal attention for the first half of this rank's queries and the second half of its
     partner's, so that the ranks' work is balanced; return the results of this rank's own queries.
     The partner is the rank at the mirrored coordinate (n - 1 - i for i of n) of each axis of
-    ``balanced``: see ``ops.attention``. Packed documents are shared by their own lengths."""
-    if "documents" in options:
-        return shared_document_attention(rank, query, key, value, axes=axes, **options)
+    ``balanced``: see ``ops.attention``."""
     start, _ = part_of(rank, query.shape[-2], axes)
     partner_start, _ = part_of(rank, query.shape[-2], axes, mirrored=balanced)
     kept, sent = split_in_half(query)

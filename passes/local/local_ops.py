@@ -229,7 +229,7 @@ def _attention(op: LocalOp) -> Call:
     if ring:
         function, options["ring"] = halo_attention if limits else ring_attention, ring
         del options["axes" if limits else "dropout_p"]
-    if axes and (balanced := balanced_axes(op.layout)):
+    if axes and "documents" not in limits and (balanced := balanced_axes(op.layout)):
         function, options["balanced"] = balanced_causal_attention, balanced
     if is_grouped:
         function = grouped_attention

@@ -149,9 +149,9 @@ class Prices(ExpertPrices):
         return self._message(num_bytes, group.inter if group.num_hosts > 1 else group.intra)
 
     def _parts_of_keys(self, key: TensorSpec, layout: NodeLayout, axis: int) -> int:
-        """Return by which number the keys that a rank reads are fewer than all keys of an
-        attention, apart from the split along ``axis``: other axes split them, and with
-        ``OF_GROUPS`` the rank reads one of the heads that it holds."""
+        """Return the number of equal parts of an attention's keys of which a rank reads one, apart
+        from their split along ``axis``: other axes split them, and with ``OF_GROUPS`` the rank
+        reads one of the heads that it holds."""
         held = layout.inputs[1]
         sizes = [
             size for at, size in enumerate(self.mesh.shape) if at != axis and held[at].is_shard

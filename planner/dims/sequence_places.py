@@ -62,11 +62,11 @@ class SeqDim:
 class SeqDims:
     """Sequence positions in the values of a graph; sequences have ``length`` positions.
 
-    ``in_slices``: whether a rank computes slices, and not only fewer positions. ``places``: values
-    that are computed slice by slice. ``cut``: inputs, by node and argument
-    position, that are computed whole and cut to the slice. ``sums``: ops whose results add up over
-    slices; ``means``: of these, the ops that divide by their rows. ``attention``: fused causal
-    attention ops. ``written``: attentions of several ops, by each of their nodes.
+    ``in_slices``: false if a sequence is only cut off at its end. ``places``: values that are
+    computed slice by slice. ``cut``: inputs, by node and argument position, that are computed whole
+    and cut to the slice. ``sums``: ops whose results add up over slices; ``means``: of these, the
+    ops that divide by their rows. ``attention``: fused causal attention ops. ``written``:
+    attentions of several ops, by each of their nodes.
     """
 
     length: int = 0

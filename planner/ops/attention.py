@@ -93,8 +93,8 @@ def is_attention(node: Node) -> bool:
 
 
 def _keys_seen(node: Node, inputs: Specs) -> int:
-    """Return the number of keys that each query is multiplied with: all of them, or with a window
-    those of two chunks or, for queries of less than two windows, those that some of these see
+    """Return the number of keys that each query is multiplied with: all keys; with a window the
+    keys of two chunks or, if the queries are no two windows long, all that some of them see
     (``passes.ops.windowed``)."""
     window, rows, length = window_of(node), inputs[0].shape[-2], inputs[1].shape[-2]
     if not window:
@@ -258,8 +258,8 @@ def kept_statistics(outputs: Specs) -> int:
 
 def _window_bytes(node: Node, inputs: Specs) -> int:
     """Return the bytes of masks and of copied queries, keys and values of attention with a window.
-    Keys and values are copied if a group of heads of queries reads each head. Several
-    chunks after the first are copied, keys and values twice; one is not."""
+    Keys and values are copied if a group of heads of queries reads each head. Two or more chunks
+    after the first are copied, with keys and values twice; a single one is not."""
     query, key, value = inputs[:3]
     window, rows = window_of(node), query.shape[-2]
     before = min(key.shape[-2] - rows, window - 1)
@@ -303,7 +303,7 @@ def _products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
     if is_chunked(node, inputs):
         chunks = query.shape[-2] // window_of(node)
         own = ((prod(query.shape[:-2]) * chunks, seen // 2, seen, query.shape[-1]),)
-    if packet(node.op) == "balanced_attention":
+    if node.op == BALANCED_ATTENTION:
         own = _halves(node, query)
     return own, own if wanted else ()
 

@@ -178,12 +178,11 @@ class Forced:
     def _check_offload(self) -> None:
         if self.offload in (None, "none"):
             return
-        shards = 0 if self.zero is None else self.zero
         wrong, why, fix = "", "", ""
         if self.schedule in ASYNCHRONOUS:
             wrong, fix = f"schedule={self.schedule}", "a synchronous schedule, or no offload"
             why = "it updates weights in the middle of a step, on the device"
-        elif self.offload == "parameters" and shards != 3 and self.zero is not None:
+        elif self.offload == "parameters" and self.zero not in (None, 3):
             wrong, fix = f"zero={self.zero}", "zero=3, or offload=gradients"
             why = "it is the shards of ZeRO 3 that host memory can hold"
         elif self.offload == "gradients" and self.zero in (0, 1) and self.dp != 1:

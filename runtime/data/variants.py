@@ -154,10 +154,10 @@ def bucket_variants(
         raise _refused("buckets", error.why) from error
     found = []
     for each, rows in shapes:
-        most = length * planned.plan.microbatch_size // each
         step, program = planned, planned.program
         if rows != batch:
             program = program.of_global_batch(rows) or program
+            most = length * planned.plan.microbatch_size // each  # as many positions as planned
             step = variant_of(program, smaller_batch(program, planned.plan, rows, most).plan)
         graph, (part,), size = step.program.graph, step.slices, step.plan.microbatch_size
         if size not in places:

@@ -65,8 +65,8 @@ class BatchRunner:
         progress: Progress | None,
     ) -> None:
         """Make a runner. ``buckets`` are variants of the planned step for shorter sequences, whose
-        batches may have other numbers of rows.
-        Asynchronous schedules call ``step_optimizer`` within a step. Collective over all ranks."""
+        batches may have other numbers of rows. Asynchronous schedules call ``step_optimizer``
+        within a step. Collective over all ranks."""
         planned = model.planned
         self.shape = planned.shape
         self.batches = StepBatches(
